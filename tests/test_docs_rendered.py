@@ -1,4 +1,4 @@
-"""The pages as the site renders them: no formula became emphasis, no anchor that the site's scripts cannot read."""
+"""The pages as the site renders them: no formula became emphasis, and the site's scripts can read every anchor."""
 
 import re
 from html.parser import HTMLParser
@@ -14,7 +14,7 @@ PAGES = [
     *ROOT.glob("examples/*/*.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# what mkdocs always renders with
+# the extensions that mkdocs always uses
 EXTENSIONS = ["toc", "tables", "fenced_code"]
 
 
@@ -48,7 +48,7 @@ class Rendered(HTMLParser):
 
 
 def broken_formulas(text):
-    """Return what is a range or a number in emphasis, emphasis inside a word, or a `*` that a second one would turn into emphasis."""
+    """Return broken formulas: a range or a number in emphasis, emphasis inside a word, or a `*` that a second one would turn into emphasis."""
     page = Rendered(text)
     return [found for found in page.emphasised if re.search(r"\.\.|\d", found)] + re.findall(r"\S*[\w)\]][\0*][\w(]\S*", page.prose)
 
@@ -72,5 +72,5 @@ def test_code_and_emphasised_words_pass(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_anchor_of_a_page_begins_with_a_digit(page):
-    # the site's scripts ask for `#anchor` as a CSS selector, end with an error, and leave the page without search
+    # the site's scripts use `#anchor` as a CSS selector; an invalid one is an error that disables the search
     assert [anchor for anchor in Rendered(page.read_text(encoding="utf-8")).anchors if anchor[0].isdigit()] == []

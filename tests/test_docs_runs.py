@@ -22,7 +22,7 @@ def shown(page):
 
 
 def shape(line):
-    """Return a line with `#` for each figure, also for one that is left out."""
+    """Return a line with `#` for each figure, also for an omitted one."""
     return re.sub(r"\d[\d.]*(e-\d+)?|\.\.\.", "#", re.sub(r"\d+\.\d*\.\.\.", "#", line))
 
 

@@ -1,4 +1,4 @@
-"""The pages are true: their Python runs and prints what they show, their links lead somewhere, what they name exists."""
+"""The pages are right: their Python runs and prints the shown output, their links resolve, and the names in them exist."""
 
 import doctest
 import importlib
@@ -26,7 +26,7 @@ PAGES = [
 
 # a block is left out only by a comment on the line above it that says why: <!-- not run: it needs a GPU -->
 SNIPPET = re.compile(r"^(?P<skip><!-- not run: [^\n]+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-# what a snippet prints stands in comments behind its `print(...)`, or in a block of text after it and at most one paragraph
+# a snippet's output is in comments after its `print(...)`, or in a block of text after it and at most one paragraph
 COMMENT = re.compile(r"^ *print\(.*\) +# (.*)$", re.MULTILINE)
 OUTPUT = re.compile(r"\n+(?:(?!```|#)[^\n]+\n)*\n*```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -34,7 +34,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 REPOSITORY_PATH = re.compile(r"`((?:packages|docs|tools|tests|examples)/[\w./-]+)`")
 NOT_RELEASED = re.compile(r"pip install[^`\n#]*[ '\"]nsa-[\w-]+")
 
-# runs the snippets of every page named on stdin, each page from top to bottom, and gives what each snippet printed
+# runs the snippets of every page named on stdin, each page from top to bottom, and returns the output of each snippet
 PROGRAM = """
 import contextlib, io, json, os, sys, tempfile, traceback, warnings
 import torch
@@ -71,31 +71,31 @@ def snippets(page):
 
 
 def shown(text):
-    """Return what each block of Python of the page `text` prints according to the page, those included that are not run."""
+    """Return the shown output of each block of Python of the page `text`, also of blocks that are not run."""
     outputs = [OUTPUT.match(text, match.end()) for match in SNIPPET.finditer(text)]
     comments = ["".join(f"{line}\n" for line in COMMENT.findall(match["code"])) for match in SNIPPET.finditer(text)]
     return [comment + (output["text"] if output else "") for comment, output in zip(comments, outputs, strict=True)]
 
 
 def shown_by_snippets(page):
-    """Return what each block of `page` to run prints according to the page."""
+    """Return the shown output of each block of `page` to run."""
     text = page.read_text(encoding="utf-8")
     return [output for output, match in zip(shown(text), SNIPPET.finditer(text), strict=True) if not match["skip"]]
 
 
 def is_as_shown(expected, printed):
-    """Return whether a page shows what was printed: `...` stands for anything, a line may be broken where it has a space."""
+    """Return whether a page shows the printed output: `...` matches anything, and a line may be broken at a space."""
     return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
 
 
 def code_of(page):
-    """Return what stands in code on `page`: fenced blocks and inline code."""
+    """Return the code on `page`: fenced blocks and inline code."""
     text = page.read_text(encoding="utf-8")
     return "\n".join([match[0] for match in FENCED.finditer(text)] + re.findall(r"`([^`\n]+)`", FENCED.sub("", text)))
 
 
 def fresh_python(*arguments, path=(), **options):
-    """Run Python as a reader starts it, `path` among its packages, and return what it printed."""
+    """Run Python as a reader starts it, with `path` among its packages, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, **options)
@@ -105,7 +105,7 @@ def fresh_python(*arguments, path=(), **options):
 
 @pytest.fixture(scope="module")
 def printed():
-    """Run the Python of all pages in one fresh process; give what each snippet printed, by page."""
+    """Run the Python of all pages in one fresh process; return the output of each snippet, by page."""
     codes = {name_of(page): snippets(page) for page in PAGES}
     return json.loads(fresh_python("-c", PROGRAM, input=json.dumps(codes)))
 
@@ -139,7 +139,7 @@ def test_an_output_is_compared_with_what_is_shown(expected, printed, holds):
 
 
 def test_every_block_of_text_is_an_output_that_a_test_compares():
-    # what nsa-train prints is compared by test_docs_runs.py
+    # test_docs_runs.py compares the output of nsa-train
     commands = {DOCS / "tutorials/first-model.md", DOCS / "runbooks/single-gpu.md"}
     for page in set(PAGES) - commands:
         text = page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""All of `nsa_core` in a fresh process: what it costs over `import torch`, and what it does not pull in."""
+"""All of `nsa_core` in a fresh process: its cost over `import torch`, and the modules that it must not load."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def first():
 
 
 def test_import_costs_less_than_300_ms_over_torch(first):
-    # of the processor's time, for the machine may be busy with something else; the best of a few counts
+    # processor time, because the machine may be busy; the best of a few counts
     seconds = first["seconds"]
     for _ in range(3):
         if seconds < 0.3:

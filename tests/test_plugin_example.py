@@ -1,4 +1,4 @@
-"""examples/plugin-minimal as its user meets it: installed, found, chosen, right; and what bad neighbours do to it.
+"""examples/plugin-minimal as a user runs it: installed, found, chosen and right, also next to broken plug-ins.
 
 Its second module, nsa_plugin_fused.py, serves the steps of a cache."""
 
@@ -131,7 +131,7 @@ def run(folders, *command):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Install the example with pip, without a network; give the folder."""
+    """Install the example with pip, without a network; return the folder."""
     folder = tmp_path_factory.mktemp("site")
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", folder]
     done = run([], "-m", "pip", "install", *options, EXAMPLE)
@@ -149,7 +149,7 @@ def broken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def facts(installed, broken):
-    """Give what a fresh process finds and computes, broken neighbours beside the example."""
+    """Return what a fresh process finds and computes, with broken plug-ins next to the example."""
     done = run([installed, broken], "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -164,7 +164,7 @@ def routing(installed, broken, tmp_path_factory):
 
 
 def module_at(path):
-    """Return the module, imported from where it is written."""
+    """Return the module, imported from its source file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -178,7 +178,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def cached(installed):
-    """Give the routes and differences of a layer with a cache, in a fresh process where the example is installed."""
+    """Return the routes and differences of a layer with a cache, in a fresh process with the example installed."""
     done = run([installed], "-c", FUSED_PROGRAM)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -259,7 +259,7 @@ def test_the_conformance_kit_fails_it_with_a_window_of_one_token_more(example):
 
 
 def test_a_plug_in_that_offers_all_branches_in_one_serves_every_step_of_a_cache(cached):
-    # ROTATE goes before it; APPEND writes the step, before and, where the ring would forget too much, after it
+    # ROTATE runs before it; APPEND writes the step before it and, if the ring would overwrite too much, after it
     of_cache = ("append", "rotate")
     assert [entry for entry in cached["served"] if entry[0] not in of_cache] == [["nsa", "cached", "fused_step"]] * cached["steps"]
     assert {tuple(entry) for entry in cached["served"] if entry[0] in of_cache} == {(name, "cached", "sdpa") for name in of_cache}

@@ -1,4 +1,4 @@
-"""What a user gets who installs the built wheels: each package complete, its version, its entry points and its commands."""
+"""The built wheels as a user installs them: each package complete, its version, its entry points and its commands."""
 
 import json
 import subprocess
@@ -43,10 +43,10 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def clean(wheels, tmp_path_factory):
-    """Make an environment of the wheels, and of nothing else of this tree; give its directory of commands.
+    """Make an environment of the wheels, without anything else of this tree; return its directory of commands.
 
-    The packages that ours depend on are lent by path: Python follows no `.pth` file found there, so that the editable
-    installs of the running environment stay unseen.
+    The dependencies come from a path in which Python follows no `.pth` file, so that the editable installs
+    of the running environment are invisible.
     """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
@@ -59,7 +59,7 @@ def clean(wheels, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def installed(clean):
-    """Give what tools/check_installed.py reports in the clean environment."""
+    """Return the report of tools/check_installed.py in the clean environment."""
     return json.loads(run(clean / "python", ROOT / "tools" / "check_installed.py"))
 
 

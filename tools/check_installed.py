@@ -1,6 +1,6 @@
 """Report what is installed of this project, as JSON on stdout: `python tools/check_installed.py`.
 
-Run in an environment made from built wheels. Imports every package, loads every entry point, and says where each came from.
+Run in an environment made from built wheels. Imports every package, loads every entry point, and reports their locations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def installed_names() -> list[str]:
 
 
 def describe(name: str) -> dict[str, object]:
-    """Import distribution `name` and return its version, its place and its entry points."""
+    """Import distribution `name` and return its version, its location and its entry points."""
     found = metadata.distribution(name)
     module = importlib.import_module(name.replace("-", "_"))
     for entry_point in found.entry_points:
@@ -33,7 +33,7 @@ def describe(name: str) -> dict[str, object]:
 
 
 def main() -> int:
-    """Print the report; exit 1 where nothing of the project is installed."""
+    """Print the report; exit 1 if nothing of the project is installed."""
     report = {name: describe(name) for name in installed_names()}
     print(json.dumps(report, indent=1))
     return 0 if report else 1

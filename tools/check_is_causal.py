@@ -1,7 +1,7 @@
-"""Refuse `is_causal` anywhere but in the one helper that guards it: `python tools/check_is_causal.py [FILE ...]`.
+"""Refuse `is_causal` outside the one function that guards it: `python tools/check_is_causal.py [FILE ...]`.
 
-With T_q != T_k torch aligns the causal mask to the top left, so that a decode step sees only the first key. The helper in
-ALLOWED refuses such shapes; every other place calls the helper. Prints one line per finding and exits 1 if there is any.
+With T_q != T_k torch aligns the causal mask to the top left, so that a decode step sees only the first key. The function in
+ALLOWED refuses such shapes; all other code calls it. Prints one line per finding and exits 1 if there is any.
 """
 
 from __future__ import annotations

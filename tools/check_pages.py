@@ -1,7 +1,7 @@
 """Check the built site in headless Chromium: `python tools/check_pages.py [SITE]`, after `hatch run docs:build`.
 
-Every page at every size of SIZES: nothing wider than the screen or cut off, no formula that became emphasis, no error on the
-console, and every menu, once opened, on the screen. Exit codes: 0 nothing found, 1 findings (one line each), 2 no Chromium, no site.
+Every page at every size of SIZES: nothing is wider than the screen or cut off, no formula became emphasis, the console has no
+error, and every opened menu is on the screen. Exit codes: 0 no findings, 1 findings (one line each), 2 no Chromium or no site.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Browser:
         self.listener.start()
 
     def open_tab(self) -> None:
-        """Open the tab that the commands after it are for."""
+        """Open the tab for the following commands."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -118,7 +118,7 @@ class Browser:
         return dict(answer["result"])
 
     def open(self, url: str, size: tuple[int, int]) -> None:
-        """Load `url` in a window of `size` and wait until all of it is there."""
+        """Load `url` in a window of `size` and wait until it is complete."""
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False)
         problem = self.call("Page.navigate", url=url).get("errorText")
@@ -128,7 +128,7 @@ class Browser:
             self.events.append(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page, promises awaited."""
+        """Return the value of a JavaScript expression in the page, after awaiting promises."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise BrowserError(f"the check itself failed in the page: {described(answer['exceptionDetails'])}")
@@ -169,7 +169,7 @@ def console_errors(events: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def check(browser: Browser, page: str, url: str, size: tuple[int, int]) -> Iterator[Finding]:
-    """Yield what is wrong with the page at `url`, named `page`, in a window of `size`."""
+    """Yield the faults of the page at `url`, named `page`, in a window of `size`."""
     browser.open(url, size)
     for rule, element in browser.evaluate(LOOK.read_text(encoding="utf-8")):
         yield Finding(page, size, rule, element)
@@ -181,7 +181,7 @@ class Quiet(SimpleHTTPRequestHandler):
     """Serves a folder and keeps no log."""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
-        """Say nothing."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -199,11 +199,11 @@ def pages_of(site: Path) -> list[str]:
 
 
 def check_site(program: str, site: Path, sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Finding]:
-    """Return what is wrong with the pages of `site`, by page and size.
+    """Return the faults of the pages of `site`, by page and size.
 
-    Raises: BrowserError where `program` is no Chromium, or ends on the way.
+    Raises: BrowserError if `program` is not Chromium, or ends early.
     """
-    # a browser that is told to end may still write into its profile
+    # an ending browser may still write into its profile
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, served(site) as address:
         browser = Browser(program, Path(folder))
         try:

@@ -2,12 +2,12 @@
 
 A project is the standard library or an installed distribution. Its *.py, *.rst, *.md and *.txt files that are UTF-8, in the order
 of their paths, are joined and cut at file ends into pieces of about a MiB: one text file each, `OUT_DIR/train/NAME-000.txt` or
-`OUT_DIR/held-out/NAME-000.txt`. A file whose content stood in an earlier project is left out. The standard library comes first,
-the others in the order of a hash of their names, so that a limit takes no letter of the alphabet; none gives more than a quarter
-of the limit, and those below a quarter of a piece are left out. `OUT_DIR/corpus.json` records what was taken.
+`OUT_DIR/held-out/NAME-000.txt`. A file whose content is in an earlier project is left out. The standard library comes first,
+the others in the order of a hash of their names, so that a limit favours no letter of the alphabet. None gives more than a quarter
+of the limit, and those below a quarter of a piece are left out. `OUT_DIR/corpus.json` records the content.
 
-A twentieth is held out, as whole projects: `data.source = "text"` holds out the files of which a hash is low, and a piece gets
-newlines at its end until its hash falls on its side. Read both sides: `data.path = "OUT_DIR/*/*.txt"`.
+A twentieth is held out, as whole projects: `data.source = "text"` holds out the files with a low hash, and a piece gets
+newlines at its end until its hash fits its side. Read both sides: `data.path = "OUT_DIR/*/*.txt"`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Project(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What a project gives."""
+    """The text of a project."""
 
     name: str
     version: str
@@ -103,7 +103,7 @@ def read_projects(projects: Iterable[Project], *, piece: int, most: int) -> Iter
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of `path`, ended by a newline; nothing where it is empty or no UTF-8 text."""
+    """Return the content of `path`, ended by a newline; nothing if it is empty or not UTF-8."""
     try:
         text = path.read_bytes()
         text.decode("utf-8")
@@ -179,7 +179,7 @@ def write(sides: Sides, out: Path) -> dict[str, object]:
 
 
 def main(words: list[str] | None = None, projects: Iterable[Project] | None = None) -> int:
-    """Write the corpus of `projects`, those installed where None; exit 1 where too few projects are there to hold one out."""
+    """Write the corpus of `projects`, or of those installed if None; exit 1 if there are too few projects to hold one out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("--limit-mib", type=float, default=200, help="size of all pieces")

@@ -1,7 +1,7 @@
-"""Run the full tier of checks, those that are too long for CI, and write its report: `hatch run full`.
+"""Run the full tier of checks, which take too long for CI, and write its report: `hatch run full`.
 
-Each stage is one command with a time limit. A stage fails when its command fails, when it runs out of time, when a test is
-skipped for another reason than missing hardware, or when it ran no test. The later stages run all the same. The report goes
+Each stage is one command with a time limit. A stage fails if its command fails or runs out of time, if a test is
+skipped for another reason than missing hardware, or if it ran no test. Later stages still run. The report goes
 to docs/evidence/ci: `full.json` for programs, `full.md` for readers. `--only NAME` runs some stages and writes no report.
 """
 
@@ -29,9 +29,9 @@ LOGS = ROOT / ".hatch/full-logs"
 LIMIT_MINUTES = 90
 """Most minutes that all stages may take together."""
 HARDWARE_SKIP = re.compile(r"needs \d+ CUDA device\(s\)")
-"""The reason that a test marked `hardware` gives where the hardware is missing: the only skip that this tier accepts."""
+"""The skip reason of a test marked `hardware`, the only skip that this tier accepts."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
-"""The Python versions that are looked for beside the one that runs."""
+"""The Python versions to look for in addition to the running one."""
 
 
 class Stage(NamedTuple):
@@ -41,7 +41,7 @@ class Stage(NamedTuple):
     command: Sequence[str]
     limit_minutes: float
     is_pytest: bool = True
-    """True where the command takes `--junitxml=FILE` and the report counts its tests."""
+    """True if the command takes `--junitxml=FILE` and the report counts its tests."""
 
 
 class Result(NamedTuple):
@@ -92,7 +92,7 @@ UNPATCHED_SAMPLE = (
     "packages/nsa-kernels-triton/tests/test_ops.py",
     "packages/nsa-kernels-triton/tests/test_choice.py",
 )
-"""Tests of kernels that also run in Triton's interpreter as it is installed, without what makes it quick."""
+"""Tests of kernels that also run in the unpatched interpreter of Triton."""
 
 
 def other_python(version: str, path: str) -> Stage:
@@ -102,7 +102,7 @@ def other_python(version: str, path: str) -> Stage:
 
 
 def installed_pythons() -> dict[str, str]:
-    """Return the paths of the supported Pythons on this machine, by version, but for the version that runs: PATH first, then pyenv."""
+    """Return the paths of the supported Pythons on this machine, by version, without the running version: PATH first, then pyenv."""
     found = {}
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -115,7 +115,7 @@ def installed_pythons() -> dict[str, str]:
 
 
 def runs(python: str, version: str) -> bool:
-    """Return whether `python` starts and is of `version`; a shim of pyenv may stand for a Python that is not there."""
+    """Return whether `python` starts and is of `version`; a shim of pyenv may name a missing Python."""
     done = subprocess.run([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=False)
     return done.stdout.strip() == version
 
@@ -149,8 +149,8 @@ def run_stage(stage: Stage, minutes_left: float) -> Result:
 
 
 def run_logged(command: Sequence[str], log: Path, limit_minutes: float) -> int | None:
-    """Run `command` with its output on the terminal and in `log`; return its exit code, None where the limit ended it."""
-    # a session of its own, so that the limit ends workers too
+    """Run `command` with its output on the terminal and in `log`; return its exit code, None if the limit ended it."""
+    # a separate session, so that the limit ends workers too
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     tee = subprocess.Popen(["tee", str(log)], stdin=process.stdout)
     try:
@@ -167,11 +167,11 @@ def run_logged(command: Sequence[str], log: Path, limit_minutes: float) -> int |
 
 
 def read_counts(junit: Path) -> Counts:
-    """Return the tests that the JUnit file `junit` records; none where it is missing, as after a time limit."""
+    """Return the tests that the JUnit file `junit` records; empty if it is missing, as after a time limit."""
     if not junit.is_file():
         return Counts(0, 0, [])
     passed, failed, reasons = 0, 0, []
-    # pytest of this checkout wrote it
+    # trusted: pytest of this checkout wrote it
     for case in ET.parse(junit).getroot().iter("testcase"):
         if (skip := case.find("skipped")) is not None:
             reasons.append(skip.get("message", ""))
@@ -183,7 +183,7 @@ def read_counts(junit: Path) -> Counts:
 
 
 def problems_of(counts: Counts) -> list[str]:
-    """Return why `counts` do not pass: failures, no test at all, or skips that no missing hardware explains."""
+    """Return why `counts` do not pass: failures, no test at all, or skips without missing hardware."""
     problems = [f"{counts.failed} failed"] if counts.failed else []
     if not counts.passed:
         problems.append("no test passed")
@@ -193,7 +193,7 @@ def problems_of(counts: Counts) -> list[str]:
 
 
 def readable(command: Iterable[str]) -> str:
-    """Return `command` as somebody at this checkout's root would type it; a program elsewhere stands by its name."""
+    """Return `command` as typed at the root of this checkout; a program elsewhere is shown by its name."""
 
     def shown(word: str) -> str:
         if word == sys.executable:
@@ -262,7 +262,7 @@ def as_markdown(found: dict[str, object]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the stages and write the report; exit 1 where one failed."""
+    """Run the stages and write the report; exit 1 if one failed."""
     parser = argparse.ArgumentParser(prog="hatch run full", description="Run the full tier of checks.")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this stage alone, and write no report; repeatable")
     wanted = parser.parse_args(arguments).only

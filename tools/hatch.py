@@ -1,7 +1,7 @@
 """Run the pinned hatch, installing it under `.hatch/tool` first: `python3 tools/hatch.py run train:demo`.
 
-Needs nothing but Python 3.11: hatch goes into a directory of its own (`pip install --target`), which PEP 668 allows and
-which needs no virtual environment. Where Python has no pip either, as on a bare Debian, a pinned pip wheel is fetched.
+Needs only Python 3.11: hatch is installed in a separate directory (`pip install --target`), which PEP 668 allows and
+which needs no virtual environment. If Python has no pip, as on a bare Debian, a pinned pip wheel is fetched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SetUpError(Exception):
 
 
 def wanted_stamp() -> str:
-    """Return what a usable install was made from: the pin, and the Python that its compiled parts were built for."""
+    """Return the stamp of a usable install: the pin, and the Python for which its compiled parts were built."""
     return f"{HATCH} on {sys.implementation.cache_tag} {sysconfig.get_platform()}"
 
 
@@ -48,7 +48,7 @@ def is_installed(tool: Path) -> bool:
 
 
 def install(tool: Path) -> None:
-    """Replace whatever is in `tool` by the pinned hatch; the stamp comes last, so that an interrupted install is redone."""
+    """Replace the content of `tool` by the pinned hatch; the stamp comes last, so that an interrupted install is redone."""
     print(f"Installing {HATCH} into {tool}", file=sys.stderr, flush=True)
     shutil.rmtree(tool, ignore_errors=True)
     tool.mkdir(parents=True)
@@ -56,7 +56,7 @@ def install(tool: Path) -> None:
     # a user-wide pip setting that demands a virtual environment or a user install contradicts --target
     settings = {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_USER": "0", "PIP_ROOT_USER_ACTION": "ignore", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if subprocess.call(command, env={**os.environ, **settings}) != 0:
-        raise SetUpError(f"pip could not install {HATCH} (its message stands above); check the network or PIP_INDEX_URL and run this again")
+        raise SetUpError(f"pip could not install {HATCH} (its message is above); check the network or PIP_INDEX_URL and run this again")
     (tool / "stamp").write_text(wanted_stamp(), encoding="utf-8")
 
 
@@ -84,7 +84,7 @@ def package_index() -> str:
 def fetch_pip(index: str) -> bytes:
     """Return the pinned pip wheel as `index` serves it.
 
-    Raises: SetUpError where the index cannot be reached, does not list the wheel, or serves other bytes than the pinned digest.
+    Raises: SetUpError if the index cannot be reached, does not list the wheel, or serves other bytes than the pinned digest.
     """
     page_url = f"{index.rstrip('/')}/pip/"
     try:
@@ -107,10 +107,10 @@ def fetch_pip(index: str) -> bytes:
 
 
 def download(url: str) -> bytes:
-    """Return the body at `url`, whoever signed the connection.
+    """Return the body at `url`, without checking the certificate.
 
-    A bare Debian has no certificate store to check a signature with. The pinned digest vouches for what is fetched here, and
-    pip, which brings its own certificates, checks everything after it.
+    A bare Debian has no certificate store. The pinned digest verifies this download, and pip, which has its own
+    certificates, checks all later ones.
     """
     context = ssl._create_unverified_context()
     with urllib.request.urlopen(url, timeout=60, context=context) as response:
@@ -118,16 +118,16 @@ def download(url: str) -> bytes:
 
 
 def find_link(page: str, name: str) -> str | None:
-    """Return the address of file `name` on a PEP 503 index page, relative or absolute; None where it is not listed."""
+    """Return the address of file `name` on a PEP 503 index page, relative or absolute, or None if it is not listed."""
     match = re.search(rf'href="([^"#]*\b{re.escape(name)})[#"]', page)
     return match.group(1) if match else None
 
 
 def run_hatch(tool: Path, arguments: list[str]) -> int:
-    """Run the hatch in `tool` in place of this process (on Windows: below it) and return its exit code."""
-    # hatch's spinner would take pip's place on the terminal, and with it the bars that show how far a download is
+    """Run the hatch in `tool` instead of this process (on Windows: below it) and return its exit code."""
+    # hatch's spinner would hide pip's progress bars
     os.environ.setdefault("HATCH_INTERACTIVE", "false")
-    # -P: the working directory and tools/ stay off the path, where this file would stand for the real hatch
+    # -P keeps the working directory and tools/ off the path, where this file would shadow the real hatch
     command = [sys.executable, "-P", "-c", LAUNCH, str(tool / "site"), *arguments]
     if os.name != "nt":
         os.execv(sys.executable, command)
@@ -135,7 +135,7 @@ def run_hatch(tool: Path, arguments: list[str]) -> int:
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Install the pinned hatch unless it is there, then run it with `arguments` and return its exit code."""
+    """Install the pinned hatch if it is missing, then run it with `arguments` and return its exit code."""
     if sys.version_info < MINIMUM_PYTHON:
         print("hatch.py needs Python 3.11 or newer; this is " + sys.version.split()[0], file=sys.stderr)
         return 1

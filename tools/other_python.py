@@ -1,7 +1,7 @@
 """Test the packages with another Python: `python tools/other_python.py PYTHON FOLDER [ARGUMENTS OF PYTEST]`.
 
 Makes a virtual environment of PYTHON in FOLDER, installs the packages of this checkout there (not editable, as a user would)
-beside the dependencies of the test environment, and runs a part of the fast tests.
+with the dependencies of the test environment, and runs a part of the fast tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TESTS = (
 
 
 OTHERS = ("accelerate", "lm-eval", "peft")
-"""Packages that the tests of nsa-transformers alone need; not all of them are built for the newest Python."""
+"""Packages that only the tests of nsa-transformers need; some are not built for the newest Python."""
 
 
 def dependencies() -> list[str]:
@@ -37,7 +37,7 @@ def dependencies() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the environment and return pytest's exit code, or pip's where it could not be made."""
+    """Make the environment and return pytest's exit code, or pip's if it could not be made."""
     python, folder, *rest = arguments
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
     environment_python = str(Path(folder) / "bin" / "python")

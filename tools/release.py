@@ -1,6 +1,6 @@
 """Release one package: `python tools/release.py nsa-core minor [--dry-run]`.
 
-Sets the version, moves the range that dependents ask for, dates the changelog's Unreleased section, commits, and tags
+Sets the version, moves the version range of dependents, dates the changelog's Unreleased section, commits, and tags
 `nsa-core-v0.2.0`. Nothing is pushed. `--dry-run` prints the changes as a diff and writes nothing.
 """
 
@@ -54,7 +54,7 @@ class Version(NamedTuple):
         return version
 
     def range(self) -> str:
-        """Return what dependents ask for: this minor version, below the next that may break them."""
+        """Return the version range for dependents: this minor version, below the next that may break them."""
         ceiling = f"0.{self.minor + 1}" if self.major == 0 else f"{self.major + 1}"
         return f">={self.major}.{self.minor},<{ceiling}"
 
@@ -82,14 +82,14 @@ def with_version(about: str, version: Version) -> str:
 
 
 def with_range(pyproject: str, package: str, version: Version) -> str:
-    """Return the text of a dependent's pyproject.toml, asking for the range of `version` wherever it asks for `package`."""
+    """Return the text of a dependent's pyproject.toml, with the range of `version` for every requirement on `package`."""
     return re.sub(rf'"({re.escape(package)}(?:\[[\w,-]+\])?)>=[\d.]+,<[\d.]+"', rf'"\g<1>{version.range()}"', pyproject)
 
 
 def with_section(changelog: str, version: Version, date: datetime.date) -> str:
-    """Return the changelog with what was unreleased under `version` and its date, and a fresh Unreleased above it.
+    """Return the changelog with the Unreleased section renamed to `version` and its date, and an empty Unreleased above it.
 
-    Raises: ReleaseError where there is no Unreleased section or nothing in it.
+    Raises: ReleaseError if there is no Unreleased section or nothing in it.
     """
     before, heading, after = changelog.partition(UNRELEASED)
     if not heading or not re.search(r"^- ", after.partition("\n## ")[0], flags=re.MULTILINE):
@@ -121,7 +121,7 @@ def diff(root: Path, texts: dict[Path, str]) -> str:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Run git in `root` and return what it printed."""
+    """Run git in `root` and return its output."""
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ReleaseError(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")

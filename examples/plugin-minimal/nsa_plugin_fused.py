@@ -1,4 +1,4 @@
-"""A backend that serves the steps of a cache: all of Eq. 5 in one, by masks, forward only. It shows what Queries and Keys carry."""
+"""A fused backend (Eq. 5) for the steps of a cache, by masks, forward only. It shows the fields of Queries and Keys."""
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class FusedStep:
 
 
 def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out and the weights of each group's heads added up; visible (B, S, G or 1, T). Rows that hold no token may be NaN."""
+    """Return out and the weights summed over each group's heads; visible (B, S, G or 1, T). Rows that hold no token may be NaN."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).unflatten(2, (keys.k.shape[2], -1))
     scores = torch.einsum("bsgrd,btgd->bsgrt", grouped, keys.k.to(dtype)) * scale

@@ -1,4 +1,4 @@
-"""tools/check_is_causal.py: what it refuses, what it lets pass."""
+"""tools/check_is_causal.py: refused and accepted uses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""tools/check_pages.py: what it finds in pages with planted faults, and what it says where it cannot look."""
+"""tools/check_pages.py: its findings in pages with planted faults, and its messages if it cannot look."""
 
 import shutil
 import sys
@@ -39,7 +39,7 @@ SOUND = {
     "scrolls": f'<div style="overflow-x: auto">{WIDE}</div>',
     "menu": MENU.format(style="max-height: 50vh; overflow-y: auto", entries=ENTRIES),
 }
-# a table may scroll on a phone, and need not on a wide screen
+# a table may scroll on a phone, but not on a wide screen
 TABLE = f'<table style="display: block; overflow-x: auto"><tr><td>{WIDE}</td></tr></table>'
 
 # answers as Chromium does over the pipe: every command with a result, the check's own with two findings
@@ -62,7 +62,7 @@ while chunk := os.read(3, 65536):
 
 @pytest.fixture
 def site(tmp_path):
-    """Give a folder with a page at the top and one below."""
+    """Return a folder with a page at the top and one below."""
     for name in ("index.html", "adr/0001/index.html"):
         path = tmp_path / "site" / name
         path.parent.mkdir(parents=True)
@@ -72,7 +72,7 @@ def site(tmp_path):
 
 @pytest.fixture
 def program(tmp_path):
-    """Give a function that writes a program in the place of Chromium."""
+    """Return a function that writes a program instead of Chromium."""
 
     def write(source):
         path = tmp_path / "browser"
@@ -85,7 +85,7 @@ def program(tmp_path):
 
 @pytest.fixture(scope="module")
 def rules_found(tmp_path_factory):
-    """Look at every planted fault and every sound page with Chromium, once; give the rules broken by page and width."""
+    """Check every planted fault and every sound page with Chromium, once; return the broken rules by page and width."""
     folder = tmp_path_factory.mktemp("site")
     for name, body in {**{name: body for name, (body, _) in FAULTS.items()}, **SOUND, "table": TABLE}.items():
         (folder / f"{name}.html").write_text(PAGE.format(body=body))

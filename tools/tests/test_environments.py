@@ -1,4 +1,4 @@
-"""hatch.toml: what the environments that share a virtual environment have in common."""
+"""hatch.toml: environments that share a virtual environment have equal dependencies."""
 
 import tomllib
 

@@ -1,4 +1,4 @@
-"""tools/full.py: what makes a stage of the full tier fail, and what its report says."""
+"""tools/full.py: failures of stages, and the report."""
 
 import json
 import sys

@@ -137,7 +137,7 @@ def test_an_older_python_is_refused_by_name(tmp_path, monkeypatch, capsys):
 
 
 def run_fake_hatch(tool, source, *arguments, **environment):
-    """Run tools/hatch.py with `source` in the place of hatch."""
+    """Run tools/hatch.py with `source` instead of hatch."""
     site = tool / "site" / "hatch"
     site.mkdir(parents=True)
     (site / "__main__.py").write_text(source)

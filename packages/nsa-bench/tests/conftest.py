@@ -26,7 +26,7 @@ def nsa_branch_backends():
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Give a function that installs a package of one module with a plug-in of the same name."""
+    """Return a function that installs a package of one module with a plug-in of the same name."""
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
@@ -37,7 +37,7 @@ def install(tmp_path, monkeypatch):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[nsa]\n{name} = {name}\n")
-        # the folder may have been listed before, within the clock's grain
+        # the folder may have been listed before, within the clock's resolution
         monkeypatch.syspath_prepend(tmp_path)
 
     yield install

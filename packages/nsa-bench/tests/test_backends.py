@@ -1,4 +1,4 @@
-"""The routing report: of which device, of which call, and every reason in it."""
+"""The routing report: its device, its call, and every reason."""
 
 import io
 import json

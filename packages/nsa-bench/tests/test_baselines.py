@@ -1,4 +1,4 @@
-"""Dense attention: which kernels there are, and why not the others."""
+"""Dense attention: the available kernels, and the reasons against the others."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""How the command line writes what is measured."""
+"""Cases as the command line names them."""
 
 import pytest
 import torch

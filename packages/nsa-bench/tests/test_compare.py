@@ -1,4 +1,4 @@
-"""Our operation beside others'."""
+"""Our operation compared with other packages'."""
 
 import pytest
 import torch

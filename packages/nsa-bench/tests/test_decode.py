@@ -1,4 +1,4 @@
-"""`nsa-bench decode`: steps over full caches, compared with float64, timed, and written as systems read them."""
+"""`nsa-bench decode`: steps over full caches, compared with float64, timed, and written to files."""
 
 import csv
 import json
@@ -120,7 +120,7 @@ def test_the_limit_counts_the_error_of_torchs_own_attention(monkeypatch: pytest.
     plan = plan_of(context="100", batch="2", dtype="bf16", baseline=False)
     result = measure_case(plan.cases[0], plan)
     assert result.failure is None
-    # of one rounding to bf16, not of a wrong yardstick
+    # one rounding to bf16, not a wrong reference
     assert 0 < errors[0] < 0.02
     assert result.limit is not None
     assert result.limit > 2 * errors[0]

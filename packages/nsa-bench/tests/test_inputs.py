@@ -1,4 +1,4 @@
-"""Inputs: of the right shapes, and drifting as much as is asked for."""
+"""Inputs: the right shapes, and the requested drift."""
 
 import pytest
 import torch

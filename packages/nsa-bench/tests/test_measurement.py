@@ -58,7 +58,7 @@ def test_every_row_has_case_machine_versions_and_commit():
 
 
 def test_rows_survive_json_and_csv(tmp_path):
-    # once: they hold the second in which they were made
+    # once, because they contain the time
     written = rows()
     write_json(tmp_path / "a.json", {"rows": written})
     assert json.loads((tmp_path / "a.json").read_text())["rows"] == written

@@ -1,4 +1,4 @@
-"""Other implementations: when they are asked, and with what."""
+"""Other implementations: when they are called, and with which arguments."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ def case_of(heads=(64, 4, 128, 128), geometry=SHARED, seq_len=4096):
 
 @pytest.fixture
 def fla(monkeypatch):
-    """Give a package as flash-linear-attention is laid out, whose function notes what it gets."""
+    """Return a package with the layout of flash-linear-attention, whose function records its arguments."""
     calls = []
     module = ModuleType("fla.ops.nsa.parallel")
 
@@ -97,7 +97,7 @@ def test_the_gathering_peer_takes_equal_dimensions_and_short_sequences(monkeypat
 
 
 @pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
-# what it uses of torch and what it lacks of a GPU is not the test's matter
+# its use of torch and the missing GPU do not matter here
 @pytest.mark.filterwarnings("ignore")
 def test_the_installed_flash_linear_attention_takes_the_arguments_that_it_is_called_with():
     parameters = inspect.signature(import_module("fla.ops.nsa.parallel").parallel_nsa).parameters
@@ -115,7 +115,7 @@ def test_the_installed_peer_computes_the_branches_that_it_defines_as_we_do():
     case = Case(shape=head_shape(4, 2, 16, 16), seq_len=45, geometry=geometry, dtype=torch.float64)
     q, k, v = (torch.randn(1, 45, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     run = NativeSparseAttentionPytorch().build(case, CPU).run
-    # few enough tokens that every block is chosen; the compressed branch has a key of its own
+    # few enough tokens that every block is chosen; the compressed branch has its own key
     for place in (1, 2):
         gates = torch.nn.functional.one_hot(torch.tensor(place), 3).double().expand(1, 45, 4, 3)
         k_cmp = k[:, :5]

@@ -1,4 +1,4 @@
-"""Recorded choices: kept whole by a file, and taken over by cases of other shapes."""
+"""Recorded choices: saved without loss, and mapped to cases of other shapes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who ran."""
+"""The record of backends that ran."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Choices made without scores: valid, and as persistent as they say."""
+"""Choices made without scores: valid, and with the stated persistence."""
 
 import pytest
 import torch

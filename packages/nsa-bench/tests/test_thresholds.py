@@ -170,7 +170,7 @@ def test_every_option_is_on_the_reference_page() -> None:
 
 @pytest.fixture
 def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the path of the user's own table, which does not exist."""
+    """Return the path of the user's own table, which does not exist."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     return tmp_path / "torch/nsa/thresholds.json"
 

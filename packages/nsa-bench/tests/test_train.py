@@ -1,4 +1,4 @@
-"""Training is timed by its own records, beside the dense twin; a run whose loss is wrong gets no time."""
+"""Training is timed by its own records and compared with the dense twin; a run with a wrong loss gets no time."""
 
 import csv
 import json

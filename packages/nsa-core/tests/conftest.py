@@ -1,4 +1,4 @@
-"""What several test files of nsa-core draw from: valid geometries and configurations, and layers whose every weight is random.
+"""Shared by test files of nsa-core: strategies of valid geometries and configurations, and layers with random weights.
 
 Strategies come as fixtures, because test files do not import each other: `geometry = data.draw(geometries())`.
 """
@@ -87,7 +87,7 @@ def configs():
 
 @pytest.fixture(scope="session")
 def random_layer():
-    """`random_layer(config)`: a float64 layer in which nothing is zero, so that no path hides behind its starting value."""
+    """`random_layer(config)`: a float64 layer without zero weights, so that no path is hidden by its initial value."""
 
     def build(config, seed=0, dtype=torch.float64):
         generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""The canary: on fresh uniform random tokens nothing can be learned, so a loss below ln V is a leak of the future.
+"""The canary: nothing can be learnt from fresh uniform random tokens, so a loss below ln V shows a leak of the future.
 
 With the loss taken before each update, N * (ln V - loss) summed over steps is the logarithm of a martingale of mean 1
 when nothing leaks: a sum above 20 nats has probability below e^-20. Every run is repeated with a planted leak, which it
-must catch. Small leaks in the choice of blocks it cannot see; the causality properties are there for those.
+must catch. It cannot see small leaks in the choice of blocks; the causality properties cover those.
 """
 
 import math

@@ -202,7 +202,7 @@ def test_values_that_do_not_pair_with_their_keys_are_refused(operation, axis):
         shape[axis] += 1
         partner = "k" + name[1:]
         assert refusal(operation, **{name: torch.zeros(shape)}) == (
-            f"{name} has shape {tuple(shape)}, {partner} {tuple(made[partner].shape)} (equal but for the last); pair them up"
+            f"{name} has shape {tuple(shape)}, {partner} {tuple(made[partner].shape)} (equal except for the last size); pass matching tensors"
         )
 
 
@@ -357,7 +357,7 @@ def test_bounds_on_another_device_are_refused(operation):
 @OPERATIONS
 def test_bounds_of_more_than_one_row_are_refused(operation):
     assert refusal(operation, options={"cu_seqlens": int32([0, 9])}) == (
-        "cu_seqlens came with batch size 2 (packed sequences lie in one row: B = 1); reshape to (1, S, ...)"
+        "cu_seqlens came with batch size 2 (packed sequences are in one row: B = 1); reshape to (1, S, ...)"
     )
 
 
@@ -392,7 +392,7 @@ def test_bounds_are_accepted_exactly_where_they_cut_the_rows(bounds):
 @pytest.mark.parametrize("name", ["query_start", "query_count"])
 def test_bounds_and_a_query_start_or_count_exclude_each_other(operation, name):
     assert refusal(operation, batch=1, options={"cu_seqlens": int32([0, 9]), name: int32([0])}) == (
-        "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows lie over pages); "
+        "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows need pages); "
         "give query_start and page_table, or cu_seqlens alone"
     )
 
@@ -598,7 +598,7 @@ def test_the_candidates_of_packed_queries_count_from_their_own_sequence():
 def test_the_candidates_of_cached_queries_count_from_the_query_start():
     options = {"query_start": int32([0, 4]), "query_count": int32([9, 5])}
 
-    # row 4 of sequence 1 stands at position 8, in block 2
+    # row 4 of sequence 1 is at position 8, in block 2
     call(selected_attention, block_indices=indices_with(2, t=4), options=options)
     assert "candidates are 0 .. 2" in refusal(selected_attention, block_indices=indices_with(3, t=4), options=options)
     # row 5 holds no query

@@ -1,4 +1,4 @@
-"""The configuration: what is refused, with which words, and that what the words advise works."""
+"""The configuration: refusals, their messages, and that the suggested values work."""
 
 import copy
 import pickle
@@ -156,7 +156,7 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
         ),
         (
             {"gate": "softmax", "branches": ("win",)},
-            "gate='softmax' with branches=('win',) would be 1 whatever its weights (it shares 1 among the branches); "
+            "gate='softmax' with branches=('win',) would be 1 for any weights (it shares 1 among the branches); "
             "use gate='sigmoid' or two branches",
         ),
         ({"geometry": None}, "geometry=None is not a BlockGeometry; use BlockGeometry()"),
@@ -231,7 +231,7 @@ def test_a_number_is_finite_and_above_zero(field, use, value):
 
 
 def advice(message):
-    """The field that a message refuses, and the values that it says would do."""
+    """The field that a message refuses, and the values that it suggests."""
     match = re.fullmatch(r"(\w+)=.*; use (.*?)(?: or more)?", message)
     return match[1], [int(value) for value in match[2].split(" or ")]
 
@@ -279,7 +279,7 @@ def test_following_the_advice_ends_in_a_config_that_builds(data):
 def test_a_value_that_is_too_small_is_mended_by_the_first_advice(geometries, data, field, value):
     values = attrs.asdict(data.draw(geometries()))
     if field == "num_local_blocks":
-        # its least value must fit beside the others for any value to do
+        # if its least value does not fit the other fields, no value does
         values["num_selected_blocks"] = max(values["num_selected_blocks"], values["num_initial_blocks"] + 1)
     if field == "compression_stride":
         # 1 divides everything

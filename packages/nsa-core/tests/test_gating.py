@@ -1,4 +1,4 @@
-"""Gates: what each kind gives, what it gives where a branch is closed, and that nothing closed disturbs a gradient."""
+"""Gates: the values of each kind, also with closed branches, which must not disturb a gradient."""
 
 import math
 

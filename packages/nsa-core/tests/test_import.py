@@ -1,4 +1,4 @@
-"""Importing nsa_core in a fresh process: what it brings along, before and after a first forward pass."""
+"""Importing nsa_core in a fresh process: the modules that it loads, before and after a first forward pass."""
 
 import json
 import subprocess

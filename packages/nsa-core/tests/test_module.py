@@ -1,4 +1,4 @@
-"""The layer: what it is made of, that every part learns, and that batching, packing and checkpointing change nothing."""
+"""The layer: its parts, that each learns, and that batching, packing and checkpointing change nothing."""
 
 import copy
 import pickle
@@ -168,7 +168,7 @@ def test_with_norms_the_scale_of_queries_and_keys_does_not_matter(random_layer, 
         for projection in (layer.q_proj, *layer.k_proj.values()):
             projection.weight.mul_(1e4)
         scaled = layer(x)
-    # but for eps, which is 1e-6 of a mean square near 1
+    # except for eps, which is 1e-6 of a mean square near 1
     torch.testing.assert_close(scaled, before, rtol=1e-3, atol=1e-4)
 
 
@@ -479,7 +479,7 @@ def test_no_pass_reads_a_value_on_the_host(kind):
 
 
 class NoCopyFromTheHost(TorchDispatchMode):
-    """Refuses tensors made of Python lists: on a GPU their copy would be waited for."""
+    """Refuses tensors from Python lists: on a GPU their copy would make the step wait."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert "lift_fresh" not in str(func), "a tensor was made of a Python list"

@@ -1,4 +1,4 @@
-"""Operands that say themselves where they stand: ragged rows over pages, pairs of page tables, FP8 stores, rings; and what does not fit."""
+"""Operands with positions: ragged rows over pages, pairs of page tables, FP8 stores, rings; and refusals."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def int32(values) -> Tensor:
 
 
 class Mixed:
-    """Sequences of `LENGTH` tokens in pages that they share out among themselves, and the rows of a mixed batch over them."""
+    """Sequences of `LENGTH` tokens in interleaved pages, and the rows of a mixed batch over them."""
 
     LENGTH = 48
 
@@ -110,7 +110,7 @@ def test_gradients_pass_through_ragged_rows_and_pages(mixed):
     torch.testing.assert_close(leaves[-1].grad, mixed.ragged(whole.gates.grad), rtol=0, atol=1e-11)
     for place, (ours, theirs) in enumerate(zip(leaves[1:7], whole.tensors[1:7], strict=True)):
         rows = paged(theirs.grad, mixed.table, PAGE // SMALL.compression_stride if place < 2 else PAGE)
-        # NaN fills what the last page of compressed keys lacks: nothing reads it
+        # NaN fills the unused rows of the last page of compressed keys, which nothing reads
         torch.testing.assert_close(ours.grad, rows.nan_to_num(nan=0.0), rtol=0, atol=1e-11)
 
 
@@ -130,7 +130,7 @@ def test_a_pair_of_page_tables_has_one_for_compressed_keys(mixed):
         ({"cu_seqlens": [0, 70, 76], "query_start": [0, 0]}, "page_table has shape"),
         ({"cu_seqlens": "short"}, "cu_seqlens runs from 0 to"),
         ({"query_start": [0, 0]}, r"query_start has shape \(2,\)"),
-        ({"query_count": [1] * 8}, "ragged rows lie over pages"),
+        ({"query_count": [1] * 8}, "ragged rows need pages"),
         ({"query_start": [47] * 8}, "query_start [+] query_count reaches"),
     ],
 )
@@ -382,7 +382,7 @@ def test_naming_what_the_fused_operation_does_not_replace_leaves_it_on():
 
 
 def test_ragged_rows_after_the_last_sequence_give_zeros_and_get_no_gradient():
-    # on a GPU nobody reads that cu_seqlens ends before the rows do
+    # on a GPU nobody checks whether cu_seqlens ends before the rows do
     queries = Queries(torch.randn(1, 10, 2, 4, dtype=torch.float64, requires_grad=True), 7, int32([0, 7]), int32([0]))
     keys = Keys(torch.randn(1, 7, 1, 4, dtype=torch.float64), torch.randn(1, 7, 1, 4, dtype=torch.float64), 7)
     out = over_rows(COMPUTE[Operation.WIN], queries, keys, geometry=SMALL, scale=0.5).out
@@ -392,7 +392,7 @@ def test_ragged_rows_after_the_last_sequence_give_zeros_and_get_no_gradient():
 
 
 def test_queries_before_the_first_key_of_a_part_see_nothing():
-    # on a GPU nobody reads that a part begins after its queries, as a shard of a longer sequence may
+    # on a GPU nobody checks whether a part begins after its queries, as a shard of a longer sequence may
     inputs = make_inputs(Shape(num_queries=6, batch=2)).with_grad()
     queries = Queries(inputs.q, 6, start=int32([4, 4]))
     keys = Keys(inputs.k_win, inputs.v_win, 6, first=int32([7, 4]))

@@ -14,7 +14,7 @@ from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
 
 RANKS = 2
 LENGTH = 44
-"""Its compressed blocks (l = 8, d = 4) are 10, so that both ranks hold as many of everything."""
+"""With 10 compressed blocks (l = 8, d = 4), so that both ranks hold equal shares."""
 CONFIG = NSAConfig(hidden_size=16, num_heads=4, num_kv_heads=2, head_dim_qk=4, head_dim_v=6, geometry=SMALL)
 
 
@@ -27,10 +27,10 @@ def _rank(rank, body, store, *arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     body(rank, *arguments)
-    # both are done before either lets go of the group
+    # both finish before either destroys the group
     dist.barrier()
     dist.destroy_process_group()
-    # threads of gloo and autograd that are still there may end the interpreter with SIGABRT
+    # remaining threads of gloo and autograd may end the interpreter with SIGABRT
     os._exit(0)
 
 
@@ -103,7 +103,7 @@ def gathered(gradient: Tensor) -> Tensor:
 
 
 def share_heads(rank: int, config: NSAConfig) -> None:
-    """Compare a layer whose heads are shared out with the whole one: outputs, gradients of x and of every parameter, decoding."""
+    """Compare a layer whose heads are split between ranks with the whole one: outputs, gradients of x and of every parameter, decoding."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -138,7 +138,7 @@ def test_half_of_the_heads_on_each_rank_equals_one_process(tmp_path, changes):
 
 
 def cut_parameters(rank: int) -> None:
-    """Compare a layer whose parameters FSDP cuts with the whole one over a cache: every rank holds all heads."""
+    """Compare a layer sharded by FSDP with the whole one over a cache: every rank holds all heads."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

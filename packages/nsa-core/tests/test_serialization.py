@@ -1,4 +1,4 @@
-"""Configurations as dicts and TOML: nothing is lost, nothing unknown gets in, nothing escapes as a bare traceback."""
+"""Configurations as dicts and TOML: nothing is lost, unknown keys are refused, and no error is a bare traceback."""
 
 import contextlib
 import json

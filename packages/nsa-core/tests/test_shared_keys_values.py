@@ -87,7 +87,7 @@ def test_a_covering_branch_alone_is_dense_attention_with_its_gradients(random_la
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
-    # of the gate and of phi nothing reaches the output
+    # neither the gate nor phi affects the output
     assert not any(gradient.any() for name, gradient in found.items() if name not in gradients)
 
 

@@ -1,4 +1,4 @@
-"""Telemetry: known gates and choices give known figures, and nothing is computed for nobody."""
+"""Telemetry: known gates and choices give known figures, and nothing is computed without a reader."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""NVRTC where it is installed, and kernels on the host."""
+"""NVRTC if it is installed, and kernels in the host emulator."""
 
 import ctypes
 import shutil
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def nvrtc():
-    """Skip a test that compiles for GPUs where nothing can."""
+    """Skip a test that compiles for GPUs if NVRTC is missing."""
     try:
         return jit.nvrtc_version()
     except jit.KernelBuildError as error:
@@ -24,7 +24,7 @@ def nvrtc():
 
 @pytest.fixture
 def fresh_jit():
-    """Let `jit` look anew for NVRTC, the driver and kernels, and forget afterwards what a test made it find."""
+    """Let `jit` look again for NVRTC, the driver and kernels, and forget afterwards what a test made it find."""
     remembered = (jit.nvrtc_version, jit.driver_version, jit.load, jit.library_of, jit._why_unavailable)
     for function in remembered:
         function.cache_clear()
@@ -69,7 +69,7 @@ def build(name, tmp_path_factory, *, finds_hazards=False, csrc=jit.CSRC):
     parts = {name: [*watching, "-include", "warp_emulator.h"], **({"warp_hazards": []} if finds_hazards else {})}
     for part, more in parts.items():
         subprocess.run([compiler, *options, *more, "-c", f"{part}.cpp", "-o", str(folder / f"{part}.o")], cwd=HERE, check=True)
-    # of functions that both objects have, the linker takes the first
+    # if both objects define a function, the linker takes the first
     objects = [str(folder / f"{part}.o") for part in reversed(parts)]
     subprocess.run([compiler, "-shared", *objects, "-o", str(folder / f"{name}.so")], check=True)
     return ctypes.CDLL(str(folder / f"{name}.so"))

@@ -1,4 +1,4 @@
-"""The choice on a GPU: equal to the rule, on the current stream, captured, and what it takes next to Triton's."""
+"""The choice on a GPU: equal to the rule, on the current stream, captured, and its time compared with Triton's."""
 
 import importlib.util
 import os
@@ -83,7 +83,7 @@ def median_ms(function, *, num_calls: int = 30) -> float:
 
 
 def forget_routes() -> None:
-    """Forget what was chosen, where preferences changed."""
+    """Clear cached routes after preferences changed."""
     default_registry()._routes.clear()
     if default_registry().has(Operation.CHOOSE, "triton"):
         pytest.importorskip("nsa_kernels_triton.choice.op")._preferred_choice.cache_clear()
@@ -182,7 +182,7 @@ def test_a_new_thread_launches_before_it_has_called_cuda(is_default):
 
 @pytest.mark.slow
 def test_what_a_launch_takes_on_the_host(record_property):
-    """Print the median time of a call from Python that the GPU does not hold up."""
+    """Print the median host time of a call from Python."""
     scores, positions = scores_of(128, 4)
     times = []
     for _ in range(200):
@@ -275,8 +275,8 @@ def find_sanitizer() -> str | None:
 
 SANITIZER = find_sanitizer()
 FIRST_RACECHECK_OF_CLUSTERS = (2026, 1)
-"""compute-sanitizer's first version whose racecheck is asked about the kernel in clusters. Its release notes say that it reports fewer races
-that are none, across clusters and among a part of a CTA's warps. 2025.3 reports, in a few CTAs of many, that `merge_warps` reads `warp_stats`
+"""compute-sanitizer's first version whose racecheck is asked about the kernel in clusters. Its release notes promise fewer false
+reports, across clusters and among a part of a CTA's warps. 2025.3 reports, in a few CTAs of many, that `merge_warps` reads `warp_stats`
 in a race with `store_softmax`, which writes them. Each path from the one to the other passes the `__syncthreads` between them.
 tests/warp_hazards.h finds no race there."""
 CHOICE = """

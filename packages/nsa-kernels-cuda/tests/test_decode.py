@@ -86,7 +86,7 @@ def int32(*numbers: int, device: str = "cpu") -> Tensor:
 
 
 def make_step(case: Case, device: str = "cpu") -> Step:
-    """Return a step over stores that are NaN behind each sequence's last token and last whole block."""
+    """Return a step over stores that are NaN after each sequence's last token and last whole block."""
     generator = torch.Generator(device).manual_seed(case.seed)
     batch, longest = len(case.starts), max(case.starts) + 10
 
@@ -128,7 +128,7 @@ def scores_of(step: Step, case: Case, b: int) -> list[list[float]]:
 
 
 def assert_choice_follows(chosen: list[int], scores: list[float], position: int, case: Case) -> bool:
-    """Assert that a row chose the highest scores, or others that the near-tie rule allows; return True where it did the second."""
+    """Assert that a row chose the highest scores, or others that the near-tie rule allows; return True if it did the second."""
     expected = naive.choose_blocks(scores, position, case.geometry)
     found = [block for block in chosen if block >= 0]
     if found == expected:
@@ -139,7 +139,7 @@ def assert_choice_follows(chosen: list[int], scores: list[float], position: int,
     ranked, room = naive.rank_free_blocks(scores, position, case.geometry)
     assert len(found) == len(expected)
     assert found == sorted(set(found))
-    # what changed places stands at the cut; forced blocks never change
+    # only blocks at the cut may be swapped; forced blocks never change
     exchanged = set(found) ^ set(expected)
     assert exchanged <= set(ranked), f"{exchanged - set(ranked)} are forced or not visible"
     distance = max(abs(scores[block] - scores[ranked[room - 1]]) for block in exchanged)
@@ -148,7 +148,7 @@ def assert_choice_follows(chosen: list[int], scores: list[float], position: int,
 
 
 def assert_same_above_ties(found: FusedOutput, step: Step, case: Case) -> None:
-    """Assert the reference's choice wherever the near-tie rule asks for it, and in every row its output over the blocks that were chosen."""
+    """Assert the reference's choice except at near ties, and in every row its output over the blocks that were chosen."""
     near = 0
     for b, position in enumerate(step.queries.start.tolist()):
         for group, scores in enumerate(scores_of(step, case, b)):
@@ -171,7 +171,7 @@ def in_a_ring(step: Step, case: Case) -> Step:
 
 
 def as_a_tail(step: Step, case: Case) -> Step:
-    """Return the step with the window's last tokens alone, whose first is at `Keys.first`."""
+    """Return the step with only the window's last tokens, whose first is at `Keys.first`."""
     firsts = [max(0, start - case.geometry.window_size + 1) for start in case.starts]
     length = case.geometry.window_size
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length), value=torch.nan) for x in (step.win.k, step.win.v)]
@@ -188,7 +188,7 @@ LAYOUTS: dict[str, Callable[[Step, Case], Step]] = {"ring": in_a_ring, "tail": a
 
 
 def run_on(library: ctypes.CDLL, step: Step, case: Case, *, backwards: bool = False) -> FusedOutput:
-    """Return what the kernel makes of CPU tensors. What it does not write is NaN, or -7; `backwards`: the last warp runs first."""
+    """Return the kernel's results for CPU tensors. Unwritten elements are NaN, or -7; `backwards`: the last warp runs first."""
     queries, *stores, gates = step
     out = torch.full((*queries.q.shape[:3], step.cmp.v.shape[3]), math.nan, dtype=case.dtype)
     indices = torch.full((*queries.q.shape[:2], step.cmp.k.shape[2], case.geometry.num_selected_blocks), -7, dtype=torch.int32)
@@ -375,7 +375,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 
 
 def check_future_tokens_change_nothing(run: Run, step: Step, case: Case) -> None:
-    """Outputs and choices are bit-identical whatever finite numbers stand behind a sequence's last token and last whole block."""
+    """Outputs and choices are bit-identical for any finite numbers after a sequence's last token and last whole block."""
     found = []
     for future in (1.0, -1000.0):
         stores = (keys._replace(k=keys.k.nan_to_num(future), v=keys.v.nan_to_num(-future)) for keys in step[1:4])
@@ -471,7 +471,7 @@ def test_equal_scores_go_to_the_lower_block(run, geometry, num_ranks, monkeypatc
     step = make_step(case)
     step.cmp.k[~step.cmp.k.isnan()] = 0.5
     found = run(step, case)
-    # block 0 gets less than the others, for nothing reaches into it, and is forced
+    # block 0, which no earlier block overlaps, gets less than the others and is forced
     last_free = geometry.num_selected_blocks - geometry.num_local_blocks
     assert bool((found.block_indices[..., :last_free] == torch.arange(last_free)).all())
     assert_same(found, by_the_reference(step, case))
@@ -486,13 +486,13 @@ def test_large_scores_stay_finite_and_choose_as_the_reference(run, factor):
 
 
 def test_a_row_behind_the_end_of_its_stores_reads_nothing_outside_them(run):
-    """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
+    """A captured step keeps counting when its cache is full; `cache.check()` says so later."""
     case = Case()
     for layout in (lambda step, case: step, in_a_ring, as_a_tail):
         step = layout(make_step(case), case)
         guarded = []
         for keys in step[1:4]:
-            # what stands behind a store is NaN, and what stands before it
+            # the memory before and after a store is NaN
             views = [torch.nn.functional.pad(x.flatten(), (64, 2**16), value=torch.nan)[64:][: x.numel()].view(x.shape) for x in keys[:2]]
             guarded.append(keys._replace(k=views[0].nan_to_num_(0.5), v=views[1].nan_to_num_(0.5)))
         queries = step.queries._replace(start=int32(5000, 37, 2**20))
@@ -553,8 +553,8 @@ def test_the_op_has_shapes_without_numbers():
         ({"queries": lambda x: x._replace(start=None)}, "takes one row of each sequence over stores"),
         ({"queries": lambda x: x._replace(q=x.q.repeat(1, 2, 1, 1))}, "takes one row of each sequence over stores"),
         ({"slc": lambda x: x._replace(first=int32(0, 0, 0))}, "slc begins at `first`"),
-        ({"cmp": lambda x: x._replace(page_table=int32(0))}, "cmp lies in pages or in another dtype"),
-        ({"win": lambda x: x._replace(k=x.k.float())}, "win lies in pages or in another dtype"),
+        ({"cmp": lambda x: x._replace(page_table=int32(0))}, "cmp is paged or has another dtype"),
+        ({"win": lambda x: x._replace(k=x.k.float())}, "win is paged or has another dtype"),
     ],
 )
 def test_operands_that_the_kernel_would_misread_are_refused(change, message):
@@ -745,7 +745,7 @@ def test_one_graph_serves_lengths_that_grow():
 
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let routing prefer the kernel, in a registry that has remembered nothing."""
+    """Let routing prefer the kernel, in a registry without cached routes."""
     monkeypatch.setattr(decode_backend, "IS_PREFERRED", True)
     default_registry()._routes.clear()
     yield
@@ -821,7 +821,7 @@ def test_ten_thousand_steps_give_the_same_numbers():
 @pytest.mark.parametrize("num_tokens", [8192, 32_768, 65_536, 131_072])
 @pytest.mark.parametrize("shape", [P, L], ids=["P", "L"])
 def test_what_a_step_takes(shape, num_tokens, batch, record_property):
-    """Print microseconds by a CUDA graph, medians; what L2 held is overwritten before each replay."""
+    """Print median microseconds by a CUDA graph; L2 is flushed before each replay."""
     case = shape._replace(starts=(num_tokens - 1,) * batch)
     step = make_step(case, "cuda")
     found = {}

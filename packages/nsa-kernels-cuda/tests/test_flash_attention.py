@@ -1,4 +1,4 @@
-"""The arithmetic of the adapters, over a provider in plain torch, and what routing says of them. No library of FlashAttention runs here."""
+"""The arithmetic of the adapters, over a provider in plain torch, and their routing. No FlashAttention library runs here."""
 
 import sys
 from types import SimpleNamespace
@@ -103,7 +103,7 @@ def test_it_conforms_to_the_oracle(operation):
 @pytest.mark.filterwarnings("ignore:.*against policy.*")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_it_conforms_without_a_gradient_of_lse(operation):
-    # of a provider that is given none, everything else is compared
+    # without a gradient of lse, everything else is compared
     report = check_backend(backend_of(operation, OUT_ONLY))
     assert len(report.passed) >= 20
     assert len([each for each in report.declined if "gradient of lse" in each]) == len(report.passed)

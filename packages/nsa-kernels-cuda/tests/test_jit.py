@@ -1,4 +1,4 @@
-"""Compiling by NVRTC, without a GPU: what is cached, what prevents it, and what routing makes of that."""
+"""Compiling by NVRTC, without a GPU: caching, failures, and their reasons in routing."""
 
 import subprocess
 import sys
@@ -115,12 +115,12 @@ def test_a_process_killed_while_it_writes_does_no_harm(nvrtc, source, folder):
 
 
 def test_a_folder_that_cannot_be_written_is_noted_and_no_error(nvrtc, source, tmp_path):
-    # a file in its place: permissions would not stop the superuser
+    # a file instead: permissions would not stop the superuser
     (tmp_path / "cache").write_text("")
     found = jit.compile_cached(source, "sm_80", tmp_path / "cache")
     assert found.cubin.startswith(b"\x7fELF")
     assert "cannot be written" in found.not_stored
-    assert "every process compiles scale.cu anew" in found.not_stored
+    assert "every process compiles scale.cu again" in found.not_stored
 
 
 def test_routing_notes_a_folder_that_cannot_be_written(nvrtc, tmp_path, monkeypatch):

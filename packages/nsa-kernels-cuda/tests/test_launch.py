@@ -1,4 +1,4 @@
-"""What a launch hands to cuda.core, without a GPU."""
+"""The arguments that a launch passes to cuda.core, without a GPU."""
 
 from contextlib import nullcontext
 from ctypes import c_int

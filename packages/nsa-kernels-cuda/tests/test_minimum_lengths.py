@@ -22,7 +22,7 @@ UNMEASURED = "policy: no length is measured from which it is faster than the ker
 
 @frozen(kw_only=True)
 class Kernel:
-    """A backend that stands where Triton's do, or the reference."""
+    """A backend with the preference of Triton's, or of the reference."""
 
     name: str = "triton"
     operation: Operation = Operation.WIN

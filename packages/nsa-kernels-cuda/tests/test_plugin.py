@@ -1,4 +1,4 @@
-"""The plug-in as nsa_core meets it: found by its entry point, light to import, loading no compiler before a GPU is asked about."""
+"""The plug-in in nsa_core: found by its entry point, fast to import, loading no compiler before a request for a GPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, within a table of registers, spills and static shared memory."""
+"""Every kernel compiles for absent GPUs, within a table of registers, spills and static shared memory."""
 
 import re
 from io import StringIO

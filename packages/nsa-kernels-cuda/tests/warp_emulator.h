@@ -1,9 +1,9 @@
 // Runs a CUDA kernel on the host, for tests: threads are coroutines that meet at collective functions of a warp, and at barriers.
 //
-// Clusters run one after another. Of a cluster, the first CTA that can runs until it waits for others, and of a CTA each warp until its
-// lanes stand at one barrier; or the last CTA and warp first, as the caller says. No result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
-// an asynchronous copy was not waited for and where a CTA has ended. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
-// `emulator::launch`.
+// Clusters run one after another. In a cluster, the first CTA that can run does so until it waits for others; in a CTA, each warp runs
+// until its lanes are at one barrier. The caller may reverse the order: no result may depend on it. Shared memory starts as NaN, ends in
+// guard bytes, and holds NaN before an asynchronous copy was awaited and after a CTA has ended. Compile a file that includes the kernel with
+// `-include warp_emulator.h`, and call `emulator::launch`.
 #pragma once
 
 #include <ucontext.h>
@@ -27,7 +27,7 @@
 #define __device__
 #define __shared__
 #define __launch_bounds__(...)
-// the functions of ptx.cuh stand at the end of this file
+// the functions of ptx.cuh are at the end of this file
 #define PTX_CUH
 
 using std::max;
@@ -81,7 +81,7 @@ struct Words {
 };
 
 struct Warp {
-  // what each lane gave to its last two collectives: a lane is one ahead of another at most
+  // the words of each lane for its last two collectives: a lane is at most one ahead of another
   Words given[2][LANES];
   At at;
 };
@@ -123,7 +123,7 @@ inline void start_thread() {
   pause(At::END);
 }
 
-// Give `words` and return what all lanes gave to the same collective.
+// Contribute `words` and return the words of all lanes for the same collective.
 inline const Words* exchange(unsigned mask, Words words) {
   if (mask != 0xFFFFFFFFu) fail("a collective without all lanes");
   Words* given = this_warp().given[this_thread().num_collectives++ % 2];
@@ -134,7 +134,7 @@ inline const Words* exchange(unsigned mask, Words words) {
 
 inline const Words* exchange(unsigned mask, std::uint64_t word) { return exchange(mask, Words{{word}}); }
 
-// Run a warp until its lanes stand at a barrier, or have ended.
+// Run a warp until its lanes are at a barrier, or have ended.
 inline void run_warp(int warp) {
   const int first = warp * LANES;
   do {
@@ -155,12 +155,12 @@ inline void run_warp(int warp) {
   } while (cluster.warps[warp].at == At::COLLECTIVE);
 }
 
-// Return how many of the warps begin .. end - 1 stand there.
+// Return how many of the warps begin .. end - 1 are at the barrier.
 inline int num_at(int begin, int end, At at) {
   return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
 }
 
-// Make the warps begin .. end - 1 that stand there ready, if they are `expected`.
+// Make the warps begin .. end - 1 at the barrier ready, if they are `expected`.
 inline void release(int begin, int end, At at, int expected) {
   std::vector<int> found;
   for (int warp = begin; warp < end; ++warp) {
@@ -171,7 +171,7 @@ inline void release(int begin, int end, At at, int expected) {
   hazards::pass_barrier(found);
 }
 
-// Make the warps ready of which all that they wait for stand at the same barrier.
+// Make warps ready if all warps for which they wait are at the same barrier.
 inline void release() {
   const int per_cta = cluster.cta_size / LANES, num_warps = cluster.warps.size();
   release(0, num_warps, At::CLUSTER, num_warps);

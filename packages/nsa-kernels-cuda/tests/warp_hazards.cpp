@@ -1,4 +1,4 @@
-// See warp_hazards.h. Compiled without -fsanitize=thread: what these functions read and write is not looked at.
+// See warp_hazards.h. Compiled without -fsanitize=thread: accesses of these functions are not checked.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Compile, for a GPU that need not be here, every kernel that operations launch: `compile_kernels.py 8.0 192 128 slc,nsa [CASE ...]`.
+"""Compile every kernel that operations launch, for a GPU that may be absent: `compile_kernels.py 8.0 192 128 slc,nsa [CASE ...]`.
 
 The operations run as they would, forward and backward, on CPU tensors; each launch is compiled for the target with its
 real arguments and the target's tiles, and not run. Prints one JSON object a kernel: its name, its shared memory in
@@ -26,7 +26,7 @@ from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
 LENGTH = 1100
-"""Tokens of a sequence: more blocks than a query chooses, and a number that nothing divides."""
+"""Tokens of a sequence: more blocks than a query chooses, and a prime number."""
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "packed": {"layout": "packed"},
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one tile": {"length": 1, "num_heads": 16, "num_kv_heads": 1},
     "one packed token": {"length": 1, "layout": "packed"},
     "one cached token": {"length": 1, "layout": "cached"},
-    # a few rows over all that a cache holds, without gradients
+    # a few rows over a whole cache, without gradients
     "step": {"layout": "cached", "num_rows": 1},
     "step over a ring": {"layout": "cached", "num_rows": 1, "ring": True},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
@@ -70,7 +70,7 @@ def wrong_reductions(ttgir: str) -> tuple[str, ...]:
 
 
 class Target:
-    """A driver of triton for a GPU that is not here."""
+    """A Triton driver for an absent GPU."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
@@ -97,7 +97,7 @@ class Compiler:
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
-            # the kernels for one capability stand apart: "hopper forward forward_kernel"
+            # names of kernels for one capability have a prefix: "hopper forward forward_kernel"
             *_, folder, module = kernel.fn.__module__.split(".")
             prefix = f"hopper {module.removesuffix('_kernels')} " if folder == "hopper" else ""
             self.found.add((prefix + kernel.fn.__name__, compiled.metadata.shared, wrong_reductions(compiled.asm["ttgir"])))

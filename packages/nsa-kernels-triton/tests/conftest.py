@@ -10,11 +10,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    # the flag may have been set since; what triton's own library became tells what it was then
+    # the flag may have changed since the import; triton's library shows its value at the import
     if "triton" in sys.modules and isinstance(sys.modules["triton"].language.sum, sys.modules["triton"].runtime.jit.JITFunction):
         raise pytest.UsageError("a test module imported triton (torch._dynamo does) while tests were collected; import it inside the test")
 
-# cuBLAS wants it before it starts, for the mode that fills buffers with NaN is the deterministic one
+# cuBLAS needs it before it starts, because deterministic mode fills buffers with NaN
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -66,7 +66,7 @@ def low_precision():
 
 @pytest.fixture
 def check_late_stream(monkeypatch, simulator):
-    """Give what asserts, on a CPU, that no result of a function changes where launches on the second stream run at the join.
+    """Return a function that asserts, on a CPU, that results do not change if second-stream launches run at the join.
 
     It returns how many launches that were.
     """
@@ -93,7 +93,7 @@ def check_late_stream(monkeypatch, simulator):
 
 @pytest.fixture
 def fused_products(monkeypatch):
-    """Let the interpreter round a product and the sum that it goes into once, as a GPU does."""
+    """Let the interpreter fuse multiply and add, with one rounding, as a GPU does."""
     from triton.runtime import interpreter
 
     beside_this_file("fused_products").install(interpreter.InterpreterBuilder, monkeypatch.setattr)

@@ -1,4 +1,4 @@
-"""Let Triton's interpreter round a product and the sum that it goes into once, as a GPU does: its compiler makes one instruction of the two."""
+"""Let Triton's interpreter fuse multiply and add, with one rounding, as its compiler does on a GPU."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,12 +1,11 @@
-"""Run the kernels for compute capability 9.0 without one: their Python code, over tensors, a thread for every partition of warps.
+"""Simulate the kernels for compute capability 9.0: their Python code runs over tensors, with a thread for every warp partition.
 
-Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
-announced or its group waited for, a product is computed when it is waited for, from what shared memory holds by then; what nobody
-wrote is NaN. So a stage of a ring buffer that is freed too soon, or read too soon, shows in the result, and partitions that wait for each
-other end in an error. Partitions take turns where one has written to shared memory and where it is about to read its products'
-operands, by lot: two writes to one address show as well. Layouts, memory fences and barriers among the warps of one
-partition are not simulated: that they fit is for the compiler, and for a GPU. A product of float32 numbers and the sum that it goes into
-are rounded once, for the compiler makes one instruction of the two.
+Triton's interpreter does not run Gluon. Here torch computes its operations, as late as the code allows: a copy lands when its arrival is
+announced or its group is awaited, and a product is computed when it is awaited, from the current content of shared memory. Unwritten
+memory is NaN. So a stage of a ring buffer that is freed or read too soon shows in the result, and a deadlock raises an error.
+Partitions take turns at random after writes to shared memory and before reads of products' operands, so two writes to one address
+show as well. Layouts, memory fences and barriers among the warps of one partition are not simulated; the compiler and a GPU check
+them. A float32 product and the sum that it goes into are rounded once, because the compiler fuses the two.
 """
 
 import ast
@@ -103,11 +102,11 @@ class Partition:
         self.thread.start()
 
     def start(self) -> None:
-        """Let it run."""
+        """Start running."""
         self._turn.release()
 
     def pass_on(self) -> None:
-        """Let the others run as far as they can; go on when no other can, or none but this one."""
+        """Let the others run as far as they can; continue when no other partition can."""
         mine = self.partitions.index(self)
         for other in (*self.partitions[mine + 1 :], *self.partitions[:mine], self):
             if not other.is_done and other.is_ready():
@@ -117,7 +116,7 @@ class Partition:
         self._hand_over(other)
 
     def take_turns(self) -> None:
-        """Let one of those that can run go on: by lot, this one among them."""
+        """Continue a random partition among those that can run, this one included."""
         self._hand_over(self.lots.choice([each for each in self.partitions if each is self or (not each.is_done and each.is_ready())]))
 
     def _hand_over(self, other: "Partition") -> None:
@@ -210,7 +209,7 @@ def _here() -> Partition:
 
 
 def _take_turns() -> None:
-    # before the warps part nobody is here
+    # before the warps are partitioned there is no current partition
     if hasattr(_HERE, "partition"):
         _here().take_turns()
 
@@ -236,12 +235,12 @@ def _copy(smem: Shared, ptr: Pointer, mask: Any = None) -> None:
     if hasattr(_HERE, "partition"):
         _here().copies[-1].append((smem, ptr, mask))
     else:
-        # before the warps part
+        # before the warps are partitioned
         smem.store(_loaded(ptr, mask, 0))
 
 
 def _close_group() -> None:
-    # before the warps part copies land at once
+    # before the warps are partitioned, copies land at once
     if hasattr(_HERE, "partition"):
         _here().copies.append([])
 
@@ -323,7 +322,7 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
 _PARTED: list[tuple[int, int, int]] = []
-"""The programs of a launch that have come to where their warps part."""
+"""The programs of a launch that have reached the partition of their warps."""
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, float16=torch.float16, constexpr=lambda x: x,
@@ -379,7 +378,7 @@ class Simulated:
         self.constants: dict[str, Any] = {}
         """The last launch's."""
         self.launches: list[tuple[dict[str, Any], int]] = []
-        """The constants of every launch, and how many of its programs came to where their warps part."""
+        """The constants of every launch, and how many of its programs reached the partition of their warps."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
@@ -408,13 +407,13 @@ class Simulated:
 
 def _argument(x: Any) -> Any:
     if isinstance(x, float):
-        # float32, of which products with tensors are exact in float64
+        # float32: its products with tensors are exact in float64
         return torch.tensor(x).item()
     return Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x
 
 
 def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[..., Any]:
-    """Return `function` with the stand-ins in place of the language, and everything that it calls likewise."""
+    """Return `function`, and every function that it calls, with stand-ins for the language."""
     names = function.__globals__
     if id(names) not in seen:
         namespace = seen[id(names)] = dict(names)
@@ -433,7 +432,7 @@ _CODES: dict[Any, Any] = {}
 
 
 def _fused_code(function: FunctionType) -> Any:
-    """Return the code of `function`, with `_product_plus` in place of a product and the sum or difference that it stands in."""
+    """Return the code of `function`, with `_product_plus` instead of a product and the sum or difference that it stands in."""
     if function.__code__ not in _CODES:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))

@@ -1,4 +1,4 @@
-"""A second stream that lags, without a GPU: a launch on it runs as late as it may, at the join."""
+"""A simulated second stream: a launch on it runs as late as possible, at the join."""
 
 import gc
 import math
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LateStream:
     """Stands in for `fork_stream` and `join_stream`; torch's own operations are done at once.
 
-    Tensors that are given back before the join are missed then, but for the stream's own scratch, which is gone after it.
+    A tensor that is freed before the join is then missing, except the stream's own scratch, which lives until the join.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LateStream:
         assert self.is_open, "no stream that was captured may wait for one that was not"
         self.is_open = False
         self.num_late += len(self.waiting)
-        # the interpreter leaves what it was given in cycles
+        # the interpreter leaves its arguments in reference cycles
         gc.collect()
         for launch in self.waiting:
             launch()
@@ -46,7 +46,7 @@ class LateStream:
         self.scratch.tensors.clear()
 
     def launcher(self, launcher: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the `__getitem__` or `both` of a kernel whose launches wait here, made of its own."""
+        """Return a kernel's `__getitem__` or `both` whose launches wait here."""
 
         def launch_of(kernel: Any, grid: tuple[int, ...], *flag: str) -> Callable[..., None]:
             launch = launcher(kernel, grid, *flag)
@@ -82,7 +82,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _weak(x: Tensor) -> Callable[[], Tensor]:
-    """Return what gives x while its memory is held elsewhere."""
+    """Return a weak reference to x that works while its memory is held elsewhere."""
     memory, form, dtype = StorageWeakRef(x.untyped_storage()), (x.storage_offset(), x.shape, x.stride()), x.dtype
 
     def held() -> Tensor:

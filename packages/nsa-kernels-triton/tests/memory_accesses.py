@@ -39,7 +39,7 @@ def run_every_operation(shape: Shape, dtype: torch.dtype) -> None:
 
 @triton.jit
 def write_past_the_end(x_ptr, BLOCK: tl.constexpr):
-    """Write BLOCK numbers, however long x is."""
+    """Write BLOCK numbers, past the end of x."""
     tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)
 
 

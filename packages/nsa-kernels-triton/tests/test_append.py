@@ -252,7 +252,7 @@ class Shard(Tensor):
 
 
 class Wrapped(nn.Module):
-    """A layer in place of another, with its weights, as LoRA makes."""
+    """A layer instead of another, with its weights, as LoRA makes."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The choice among scores as they may come: equal ones, zeros, steep ones, and whatever lies beyond what a query sees."""
+"""The choice among equal scores, zeros and steep scores, with arbitrary scores after the blocks that a query sees."""
 
 import math
 from functools import partial
@@ -49,7 +49,7 @@ def first_highest(scores: list[float], own: int, num_selected: int, num_initial:
 
 
 def chosen(scores: Tensor, reaching: Tensor | None, positions: Tensor, num_selected: int, num_initial: int, num_local: int) -> Tensor:
-    """Return what the kernel chooses of scores (rows, 1, blocks) for rows at `positions`; what it does not write is -7."""
+    """Return the kernel's choice from scores (rows, 1, blocks) for rows at `positions`; unwritten elements are -7."""
     num_rows = len(scores)
     out = scores.new_full((num_rows, 1, num_selected), -7, dtype=torch.int32)
     pieces = torch.stack([scores] if reaching is None else [scores, reaching])

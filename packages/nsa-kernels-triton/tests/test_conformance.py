@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @frozen
 class Some:
-    """A backend for some of the kit's cases: without those that add little and take the interpreter long."""
+    """A backend for some of the kit's cases, without those that add little and are slow in the interpreter."""
 
     backend: TritonBackend
     name: str = "triton"

@@ -1,6 +1,6 @@
 """The kernels on a GPU, at real shapes: exact against the reference in float64, never waiting, captured, bounded in memory.
 
-The other files run on the GPU as well where there is one; here is what an interpreter cannot show.
+The other files also run on a GPU if there is one; these tests need one.
 """
 
 import math
@@ -91,7 +91,7 @@ def chosen_blocks(inputs: Inputs, **options: Any) -> Tensor:
 
 
 def composed(indices: Tensor, **options: Any) -> Callable[..., Tensor]:
-    """Return Eq. 5 by the reference, with the choice given, for no rounding of scores may decide it anew."""
+    """Return Eq. 5 by the reference with a given choice, so that rounding cannot change it."""
 
     def run(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
         keywords: dict[str, Any] = {"geometry": GEOMETRY, "backend": "sdpa", **options}
@@ -126,7 +126,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def torchs(indices: Tensor) -> Callable[..., Tensor]:
-    """Return Eq. 5 by torch's fused attention under explicit masks: the yardstick of low precision."""
+    """Return Eq. 5 by torch's fused attention under explicit masks: the reference for low-precision errors."""
 
     def run(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
         length, groups = q.shape[1], k_slc.shape[2]

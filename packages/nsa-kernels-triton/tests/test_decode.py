@@ -61,7 +61,7 @@ def int32(*numbers: int) -> Tensor:
 
 
 def make_step(case: Case) -> Step:
-    """Return a step over stores that are NaN behind each sequence's last token and last whole block."""
+    """Return a step over stores that are NaN after each sequence's last token and last whole block."""
     generator = torch.Generator().manual_seed(0)
     batch, rows, longest = len(case.starts), max(case.counts), case.capacity
 
@@ -360,13 +360,13 @@ def test_equal_scores_go_to_the_lower_block(monkeypatch: pytest.MonkeyPatch) -> 
     step.cmp.k[~step.cmp.k.isnan()] = 0.5
     found = by_the_kernels(step, SMALL)
     assert_same(found, by_the_reference(step, SMALL))
-    # block 0 gets less than the others, for nothing reaches into it, and is forced
+    # block 0, which no earlier block overlaps, gets less than the others and is forced
     first_free = range(SMALL.num_initial_blocks, SMALL.num_selected_blocks - SMALL.num_local_blocks)
     assert found.block_indices[0, 0, 0].tolist()[SMALL.num_initial_blocks : -SMALL.num_local_blocks] == list(first_free)
 
 
 def test_a_step_leaves_nothing_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of arrived programs start anew, whatever their memory held."""
+    """The counters of arrived programs start again, whatever their memory held."""
     on_a_gpu_of(40, monkeypatch)
     step = make_step(Case(counts=(3, 1, 2)))
     first, second = (by_the_kernels(step, SMALL) for _ in range(2))
@@ -388,13 +388,13 @@ def test_large_scores_choose_and_sum_as_small_ones(factor: float, monkeypatch: p
 def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
     place: Callable[[Step, Case], Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
+    """A captured step keeps counting when its cache is full; `cache.check()` says so later."""
     case = Case(counts=(2, 1, 3))
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = place(make_step(case), case)
     guarded = []
     for keys in step[1:4]:
-        # what stands behind a store is NaN, and what stands before it
+        # the memory before and after a store is NaN
         views = [
             torch.nn.functional.pad(x.flatten(), (64, 64 * 1024), value=torch.nan)[64:][: x.numel()].view(x.shape) for x in (keys.k, keys.v)
         ]

@@ -1,4 +1,4 @@
-"""Numbers at the ends of what the dtypes hold: huge scores, huge values, rows without a gradient, NaN."""
+"""Numbers at the limits of the dtypes: huge scores, huge values, rows without a gradient, NaN."""
 
 import math
 from functools import partial
@@ -239,7 +239,7 @@ def test_nan_reaches_the_rows_that_the_table_says(backend: str, name: str, value
     elif backend == "sdpa" or name.startswith("k"):
         assert bad == sees
     elif name == "v_slc":
-        # block by block: the block's rows up to the token are in it with the others
+        # KV-major: the block's rows up to the token are in the same tile
         assert bad == chose
     else:
         assert bad == rows_of_tile(sees, length, 16, heads_per_group)

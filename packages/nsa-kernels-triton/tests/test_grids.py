@@ -1,4 +1,4 @@
-"""However many sequences or groups there are, only the first axis of a grid grows with them: CUDA ends the others at 65,535."""
+"""Only the first axis of a grid grows with sequences and groups: CUDA limits the others to 65,535."""
 
 import importlib
 import pkgutil
@@ -45,7 +45,7 @@ def grids(monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Let CPU tensors take the way that they take on a GPU of compute capability 9.0."""
+    """Let CPU tensors use the kernels for compute capability 9.0."""
     monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
     monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
 

@@ -48,7 +48,7 @@ GEOMETRY = BlockGeometry(
 
 @pytest.fixture
 def simulated(monkeypatch, simulator):
-    """Let CPU tensors in float32 take the way that bfloat16 takes on a GPU of compute capability 9.0; return the kernels."""
+    """Let float32 CPU tensors use the kernels for bfloat16 on compute capability 9.0; return the kernels."""
     config_of = implementations.config_of
 
     def short_pipeline(request):
@@ -65,7 +65,7 @@ def simulated(monkeypatch, simulator):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
-    # fewer programs of what is interpreted beside them, and several all the same
+    # fewer interpreted programs, but still several
     monkeypatch.setattr(selected, "MERGED", 2**14)
     # early rows and late ones in every shape
     monkeypatch.setattr(selected, "EARLY_BLOCKS", 3)
@@ -243,7 +243,7 @@ def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated
     found = choose()
     assert simulated["scores_kernels", "scores_kernel"].num_launches
     monkeypatch.setattr(choice, "kernel_for", lambda kind, q, *_, **__: tile_table.tiles(kind, (9, 0), q.shape[3], q.shape[3], 2))
-    # sums in another order may swap what is nearly equal
+    # sums in another order may swap nearly equal scores
     assert (found != choose()).any(-1).sum() <= 1
 
 
@@ -268,7 +268,7 @@ def test_tiles_whose_weights_overflow_are_done_again(attend, head_dims, simulate
     found = attend(inputs.q, k, v, geometry=GEOMETRY, backend="triton")
     overflows = kernel.arguments[5]
     assert 0 < overflows.amax(0).sum() < overflows.shape[1]
-    # products of large numbers round as they do: what these kernels are for is bfloat16
+    # products of large numbers round in bfloat16, for which these kernels are made
     exact = attend(inputs.q.double(), k.double(), v.double(), geometry=GEOMETRY, backend="sdpa")
     assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
     seen = exact.lse.isfinite()

@@ -1,4 +1,4 @@
-"""Keys that lie elsewhere than in rows from position 0 on: rings, a window's tail, pages, rows of several sequences over pages."""
+"""Keys in other layouts than rows from position 0 on: rings, a window's tail, pages, rows of several sequences over pages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,7 @@ def tail_of(keys: Keys) -> Keys:
 
 
 def paged(keys: Keys, page_size: int) -> Keys:
-    """Return the same rows in pages that lie anywhere."""
+    """Return the same rows in shuffled pages."""
     num_pages = -(-keys.k.shape[1] // page_size)
     order = torch.randperm(3 * num_pages, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     stores = []

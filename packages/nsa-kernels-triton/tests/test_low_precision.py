@@ -1,7 +1,7 @@
 """bfloat16 and float16 against torch's flash attention: at most twice its error, plus 2^-8.
 
 Flash attention rounds the weights to the operands' dtype for the second product and takes the backward's row sums from a
-rounded out; torch's MATH attention does neither. So the yardstick here is flash attention.
+rounded out; torch's MATH attention does neither. So these tests compare with flash attention.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def flash_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def flash_on_a_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """It takes no mask there: each row of a group becomes a sequence of one query, over copies of the keys that it sees."""
+    """Flash attention takes no mask on a GPU: each row of a group becomes a sequence of one query, over copies of the keys that it sees."""
     num_groups = k.shape[2]
     queries = q.unflatten(2, (num_groups, -1))
     seen = mask.flatten(0, 2)
@@ -63,7 +63,7 @@ def flash_on_a_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def mask_of(branch: str, shape: Shape, indices: Tensor) -> Tensor:
-    """Return who sees what, bool (B, S, G, T)."""
+    """Return which keys each query sees, bool (B, S, G, T)."""
     if branch == "cmp":
         mask = masks.compressed_mask(shape.total, shape.num_blocks, shape.geometry)
     elif branch == "win":

@@ -1,4 +1,4 @@
-"""No kernel reads or writes outside its tensors. A mask that is missing shows in no result: compute-sanitizer sees it."""
+"""No kernel reads or writes outside its tensors. A missing mask may change no result, but compute-sanitizer reports it."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def sanitizer() -> str:
 
 
 def memcheck(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # without torch's cache every tensor is an allocation of its own, whose end the sanitizer knows
+    # without torch's cache every tensor is a separate allocation, whose end the sanitizer knows
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer(), "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(PROGRAM), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -37,7 +37,7 @@ def first_blocks(shape: Shape) -> Tensor:
 
 
 def call(operation: str, inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
-    """Return what `operation` gives through the kernels."""
+    """Return the result of `operation` by the kernels."""
     options: dict[str, Any] = {"geometry": shape.geometry, "cu_seqlens": inputs.cu_seqlens, "backend": "triton"}
     if operation == "cmp":
         return tuple(compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **options))

@@ -1,4 +1,4 @@
-"""The plug-in as nsa_core meets it: found by its entry point, light to import, loading triton only when a kernel is called."""
+"""The plug-in in nsa_core: found by its entry point, fast to import, loading triton only when a kernel is called."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
-"""Who waits for whom when kernels run on two streams, and that results are right where the second stream is late.
+"""Which stream waits for which when kernels run on two streams, and that results are right if the second stream is late.
 
-On a GPU either stream is held up (test_cuda.py).
+On a GPU test_cuda.py delays either stream.
 """
 
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, on the tiles of their table and within their shared memory."""
+"""Every kernel compiles for absent GPUs, with the tiles of the table and within their shared memory."""
 
 import json
 import subprocess

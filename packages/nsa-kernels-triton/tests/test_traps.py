@@ -124,7 +124,7 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
 def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # a matrix unit's tile holds them in an order of its own
     monkeypatch.setattr(tile_table, "INTERPRETED", tile_table.Tiles(16, tile, 4, 1))
-    # asked anew
+    # asked again
     monkeypatch.setattr(implementations, "config_of", implementations.config_of.__wrapped__)
     geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
     assert_choice(Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1), 130)
@@ -200,7 +200,7 @@ def test_rows_that_choose_nothing_give_zero_and_zero_gradients() -> None:
 
 
 def test_indices_outside_the_past_count_as_absent() -> None:
-    # values on a GPU are never read back, so that nothing refuses them: the kernels must leave them alone
+    # values on a GPU are never checked, so the kernels must ignore these
     shape = Shape(num_queries=37)
     inputs = inputs_of(shape)
     indices = random_block_indices(shape, holes=True, device=DEVICE)
@@ -230,7 +230,7 @@ def test_blocks_may_be_named_in_any_order() -> None:
 
 
 def test_a_block_that_stands_twice_counts_once() -> None:
-    # the public function refuses it on a CPU; on a GPU nobody looks
+    # the public function refuses it on a CPU; on a GPU it is not checked
     shape = Shape(num_queries=70, num_heads=4, num_kv_heads=2)
     inputs = inputs_of(shape)
     indices = random_block_indices(shape, device=DEVICE)
@@ -243,7 +243,7 @@ def test_a_block_that_stands_twice_counts_once() -> None:
 
 
 def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeometry) -> list[Tensor]:
-    """Return out and the gradients of q, k and v, past what refuses odd choices."""
+    """Return out and the gradients of q, k and v, without the checks that refuse odd choices."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
     length = indices.shape[1]
     operands = Queries(leaves[0], length), Keys(*leaves[1:], length), indices

@@ -80,7 +80,7 @@ class DiskUsage(NamedTuple):
 
 
 class PutIrregular:
-    """Puts something else than a small regular file to a path; `kinds`: what, and the words by which a message names it."""
+    """Puts something other than a small regular file at a path; `kinds`: the kind, and its name in messages."""
 
     kinds = MappingProxyType(
         {
@@ -111,7 +111,7 @@ class PutIrregular:
 
 @pytest.fixture(scope="session")
 def put_irregular() -> PutIrregular:
-    """A function that puts a pipe, a socket, a device, a directory or a terabyte of holes to a path."""
+    """A function that puts a pipe, a socket, a device, a directory or a sparse terabyte at a path."""
     return PutIrregular()
 
 

@@ -30,13 +30,13 @@ def test_the_module_is_the_command() -> None:
 
 
 def _arguments(command: App) -> dict[str, str]:
-    """Return what the help says of each argument and option of the commands of `command`."""
+    """Return the help text of each argument and option of the commands of `command`."""
     found = {}
     for name in command:
         if name.startswith("-"):
             continue
         if all(word.startswith("-") for word in command[name]):
-            # a group of options has a name of its own, which no help shows
+            # a group of options has a name that no help shows
             arguments = (one for one in command[name].assemble_argument_collection() if one.name != "*")
             found |= {f"{name} {one.name}": one.parameter.help or "" for one in arguments}
         else:

@@ -1,4 +1,4 @@
-"""A file that somebody else prepared is read where it is regular and small; a file that is written replaces the one at its path."""
+"""An untrusted file is read only if it is regular and small; a written file replaces the one at its path."""
 
 import os
 import re

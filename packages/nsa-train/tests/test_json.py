@@ -1,4 +1,4 @@
-"""`--json`: one object on stdout, of a success and of a failure, with the exit code that the command has without it."""
+"""`--json`: one object on stdout, for success and failure, with the same exit code as without it."""
 
 import json
 from collections.abc import Callable

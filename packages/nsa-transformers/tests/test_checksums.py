@@ -101,7 +101,7 @@ def test_what_transformers_saves_has_no_checksum_and_loads(tiny_model, tmp_path)
     model = tiny_model()
     model.save_pretrained(tmp_path)
     sealed_again(tmp_path / "model.safetensors")
-    # saved anew in the same place, other weights need no other checksum
+    # other weights saved to the same path have no stale checksum
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded.norm.weight.data.mul_(2)
     loaded.save_pretrained(tmp_path)

@@ -128,7 +128,7 @@ def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):
         (["--device", "nowhere"], "--device='nowhere' is not to be had here"),
         (["--batch-size", "0"], "--batch-size=0 is below 1"),
         (["--limit", "0"], "--limit=0 is below 1"),
-        (["--json", "nowhere/out.json"], "--json='nowhere/out.json' lies in no directory"),
+        (["--json", "nowhere/out.json"], "--json='nowhere/out.json' is in no existing directory"),
     ],
 )
 def test_an_option_that_cannot_be_ends_with_2_before_a_model_is_loaded(folder, tasks, capsys, monkeypatch, words, message):

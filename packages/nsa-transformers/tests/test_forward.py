@@ -155,7 +155,7 @@ def test_hidden_states_of_a_padded_batch_are_those_of_each_prompt_alone(model, p
         for row, length in enumerate(lengths):
             alone = model(ids[row : row + 1, 20 - length :], **options).hidden_states
             for states, expected in zip(found.hidden_states, alone, strict=True):
-                # a position of padding holds finite numbers that mean nothing
+                # a position of padding holds arbitrary finite numbers
                 assert states.isfinite().all()
                 torch.testing.assert_close(states[row, 20 - length :], expected[0], rtol=1e-4, atol=1e-4)
 

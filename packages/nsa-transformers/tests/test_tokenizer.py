@@ -1,4 +1,4 @@
-"""Tokenizers: ids of nsa-train's, text that comes back whole, and tokenizer.json in every folder."""
+"""Tokenizers: ids of nsa-train's, text that round-trips, and tokenizer.json in every folder."""
 
 import pytest
 from transformers import AutoTokenizer

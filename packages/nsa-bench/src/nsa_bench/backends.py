@@ -173,7 +173,7 @@ def _decision_to_json(decision: RoutingDecision) -> dict[str, Any]:
 
 
 def to_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the CSV's rows: every candidate of every operation, with the machine; one empty candidate where there is none."""
+    """Return the CSV's rows: every candidate of every operation, with the machine; one empty candidate if there is none."""
     common = {
         **{f"device_{name}": value for name, value in report["device"].items()},
         **{name: report["request"][name] for name in ("dtype", "layout", "num_queries", "num_keys")},
@@ -206,7 +206,7 @@ def tables_of(report: dict[str, Any]) -> tuple[Table, Table, Table]:
 
 
 def _facts(report: dict[str, Any]) -> Table:
-    # foreign text goes in as `Text`, so that brackets in it are no markup
+    # foreign text is wrapped in `Text`, so that brackets in it are not markup
     device, request, environment = report["device"], report["request"], report["environment"]
     capability = f", compute capability {device['compute_capability']}" if device["compute_capability"] else ""
     whose = " (simulated: not this machine's)" if device["is_simulated"] else f" ({environment['gpu' if capability else 'cpu']})"

@@ -89,7 +89,7 @@ def _equal_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _flex(case: Case, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # a fresh cache: after a few shapes torch.compile would fall back to eager, which holds all scores
+    # a fresh cache: after a few shapes torch.compile would fall back to eager, which stores all scores
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = causal_block_mask(case.seq_len, device)
@@ -109,7 +109,7 @@ def causal_block_mask(length: int, device: torch.device) -> Any:
 
     count = -(-length // FLEX_BLOCK)
     block = torch.arange(count, device=device, dtype=torch.int32)
-    # row i: block i in part, blocks 0 .. i - 1 wholly; a last row that is cut off takes all of them in part
+    # row i: block i in part, blocks 0 .. i - 1 wholly; a truncated last row has all of them in part
     in_part, whole = torch.ones_like(block), block.clone()
     if length % FLEX_BLOCK:
         in_part[-1], whole[-1] = count, 0
@@ -169,7 +169,7 @@ def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[
     A group's heads are the rows of one query tile, whose keys every kernel splits. For a kernel that needs D_k = D_v, values are stored
     as wide as keys; this copy is not part of its time.
     """
-    # without a copy where they are as wide already
+    # no copy if they already have this width
     wide = v if v.shape[3] >= k.shape[3] else pad(v, (0, k.shape[3] - v.shape[3]))
     grouped = q.unflatten(1, (k.shape[2], -1))
 

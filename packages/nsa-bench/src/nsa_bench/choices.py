@@ -63,7 +63,7 @@ class LayerFigures:
 
 
 def run_choices(path: Path, *, sequences: int, recorded_tokens: int, output: Output) -> list[LayerFigures]:
-    """Record what the model of a run chooses on held-out sequences, print the table, write the files, and return the figures.
+    """Record the choices of a run's model on held-out sequences, print the table, write the files, and return the figures.
 
     Raises:
         OptionError: if a number is below its minimum, or the model chooses nothing.
@@ -128,7 +128,7 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
 
 
 def noted_choices(model: Decoder, ids: Tensor, precision: str) -> dict[int, Choice]:
-    """Return what each layer chooses for the sequence `ids` `(S,)`, by its number in the decoder."""
+    """Return the choice of each layer for the sequence `ids` `(S,)`, by its number in the decoder."""
     layers, installed = choosing_layers(model), load_plugins().registry()
     notes = {index: NotedChoice(installed) for index in layers}
     before = {index: layer.registry for index, layer in layers.items()}
@@ -164,7 +164,7 @@ def figures_of(layer: int, choice: Choice) -> LayerFigures:
 def mean_union(block_indices: Tensor, run: int) -> float:
     """Return the mean number of different blocks in full, aligned runs of `run` rows of block_indices `(S, G, n)`."""
     whole = block_indices[: len(block_indices) // run * run].unflatten(0, (-1, run))
-    # (runs, G, run * n), sorted: a block counts where it differs from the one before
+    # (runs, G, run * n), sorted: a block counts if it differs from the previous one
     ordered = whole.transpose(1, 2).flatten(2).sort(-1).values
     is_new = torch.cat([torch.ones_like(ordered[..., :1], dtype=torch.bool), ordered[..., 1:] != ordered[..., :-1]], -1)
     return float((is_new & (ordered >= 0)).sum(-1).double().mean())
@@ -195,7 +195,7 @@ def first_tile_excess(choice: Choice) -> Tensor:
         visible = num_keys < num_visible_blocks(positions, choice.geometry).unsqueeze(1)
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         excess = scores.amax(-1) - scores[..., :FIRST_TILE].amax(-1) if len(keys) else scores.new_zeros(scores.shape[:-1])
-        # -inf less -inf, where a row sees none
+        # -inf minus -inf, if a row sees none
         found[first : first + step] = excess.nan_to_num(nan=0.0).flatten(1)
     return found
 
@@ -208,7 +208,7 @@ def recording_of(choices: Sequence[Choice], tokens: int) -> Recording:
     """
     geometry = choices[0].geometry
     if any(choice.geometry != geometry for choice in choices):
-        raise BenchError("the layers have block sizes of their own, and a recording has those of all; use --recorded-tokens 0")
+        raise BenchError("the layers have different block sizes, and a recording has one for all; use --recorded-tokens 0")
     tracks = torch.cat([choice.block_indices[:tokens].transpose(0, 1) for choice in choices])
     return Recording(block_indices=tracks, geometry=geometry)
 

@@ -52,7 +52,7 @@ def backends(
     files: ResultFiles = NO_FILES,
     device: Annotated[Literal["cpu", "cuda"] | None, Parameter(help="This machine's by default.")] = None,
     compute_capability: Annotated[
-        str | None, Parameter(help="Compute capability to judge for, for example 8.9; no such GPU is needed.")
+        str | None, Parameter(help="Compute capability to assume, for example 8.9; no such GPU is needed.")
     ] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
@@ -296,7 +296,7 @@ def env(*, files: ResultFiles = NO_FILES) -> int:
 
 
 def _exit_code(measurements: "list[Measurement]") -> int:
-    """Return 1 where one of our own operations gave no right result, after saying so; a peer's absence is none."""
+    """Return 1, with a message, if one of our operations gave no right result; an absent peer does not count."""
     failed = [one for one in measurements if one.is_failure]
     if failed:
         print(f"nsa-bench: {len(failed)} of {len(measurements)} results are wrong or failed; the table says why", file=sys.stderr)
@@ -309,7 +309,7 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 
 
 def run_command(tokens: Iterable[str]) -> int:
-    """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
+    """Return the exit code of the command line `tokens`; expected errors end in a message, not a traceback."""
     try:
         result: int | None = app(list(tokens), exit_on_error=False, result_action="return_value")
     except CycloptsError:
@@ -322,7 +322,7 @@ def run_command(tokens: Iterable[str]) -> int:
         print(f"nsa-bench: {error.in_one_line()}", file=sys.stderr)
         return (OptionError if error.is_refusal else BenchError).exit_code
     except BrokenPipeError:
-        # the reader of the output has seen enough; a flush at the end of the process would fail otherwise
+        # the reader closed the output; a flush at the end of the process would fail otherwise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BenchError.exit_code
     except OSError as error:

@@ -2,7 +2,7 @@
 
 All branches use one K and V, compressed by the mean over blocks of l = d = l' tokens, because all peers support this. Our
 time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, gives the reason. Peers are
-compared, not judged: some define the operation differently, and the error shows the size of the difference.
+compared, not checked: some define the operation differently, and the error shows the size of the difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Peer(Protocol):
 
 
 def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, None if it can."""
+    """Return why `module` cannot be imported, or None if it can."""
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
@@ -163,7 +163,7 @@ PEERS: tuple[Peer, ...] = (FlashLinearAttention(), NativeSparseAttentionPytorch(
 
 
 def _shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
-    """Return whether the blocks are others than the peers share, and what to say then."""
+    """Return whether the blocks differ from those that the peers support, and the message about it."""
     sizes = geometry.as_tuple()[:3]
     return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
 
@@ -175,7 +175,7 @@ def _bare_layer(package: Any, case: Case) -> Any:
         dim_head=shape.head_dim_qk,
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
-        # it sees one token more than it is set to
+        # it sees one token more than its setting
         sliding_window_size=geometry.window_size - 1,
         compress_block_size=geometry.compression_block_size,
         compress_block_sliding_stride=geometry.compression_stride,
@@ -198,7 +198,7 @@ class _BlockMean(nn.Module):
 
 
 class _Constant(nn.Module):
-    """Returns one tensor whatever it is given."""
+    """Returns a fixed tensor for any input."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ OPERANDS = ("q", "k", "v", "gates")
 
 
 def run_compare(options: CompareOptions, output: Output) -> list[Measurement]:
-    """Measure what `options` ask for, print the table, write the files, and return the measurements.
+    """Measure the cases of `options`, print the table, write the files, and return the measurements.
 
     Raises:
         OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
@@ -301,7 +301,7 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
     """Return the expected attention over one shared K and V; without the window if the peer has none."""
     sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
-    # scores are taken of the compressed keys as everybody holds them, rounded to the inputs' dtype
+    # scores use the compressed keys as all implementations store them, rounded to the inputs' dtype
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}
     chosen, kept = choices(compressed, sample)
 

@@ -124,7 +124,7 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """Return the comma-separated names in `text`, in the order of STEP_PARTS and BRANCH_PARTS; "all" stands for all names.
+    """Return the comma-separated names in `text`, in the order of STEP_PARTS and BRANCH_PARTS; "all" means all names.
 
     Raises:
         OptionError: for a name that is no part.
@@ -137,7 +137,7 @@ def parse_parts(text: str) -> tuple[str, ...]:
 
 
 def run_decode(options: DecodeOptions, output: Output) -> list[DecodeResult]:
-    """Measure what `options` ask for, print the table, write the files after every case, and return the results."""
+    """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
     plan = make_decode_plan(options)
     output.check_files()
     results: list[DecodeResult] = []
@@ -174,7 +174,7 @@ def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
 
 
 def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Return the medians by name, eager and on a GPU by graph, and notes on what could not be timed."""
+    """Return the medians by name, eager and on a GPU by graph, and notes on calls that could not be timed."""
     found, notes = {}, []
     for name, call in calls.items():
         try:
@@ -189,7 +189,7 @@ def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tupl
 
 
 class _Record(AttentionObserver):
-    """The choice of a step, and who ran."""
+    """The choice of a step, and the backends that ran."""
 
     def __init__(self) -> None:
         self.routes: dict[str, str] = {}
@@ -284,7 +284,7 @@ class DecodeStep:
     def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """Return Eq. 5 with the blocks that were chosen, in float64 and by MATH in the case's dtype; choices that differ as near ties, and wrongly.
 
-        Of the stores it reads the rows that the step's queries see.
+        It reads only the rows of the stores that the step's queries see.
         """
         num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
         q = self.queries.q[few, 0].unflatten(1, (num_groups, -1))
@@ -324,7 +324,7 @@ class DecodeStep:
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the files; None stands for a value that was not measured. No prefill runs, so reads are those of the step."""
+    """Return a row of the files; None is a value that was not measured. No prefill runs, so reads are those of the step."""
     shape = one.case.shape
     times = {
         f"{way}ms_{name}": one.times.get(f"{way.replace('_', ' ')}{name}")

@@ -76,7 +76,7 @@ def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
 
 
 def run_fa2_sweep(options: SweepOptions, output: Output) -> list[Curve]:
-    """Measure what `options` ask for, print the table, write the files after every result, and return the curves."""
+    """Measure the cases of `options`, print the table, write the files after every result, and return the curves."""
     device = find_device(options.device)
     jobs = sweep_jobs(options, device)
     output.check_files()
@@ -122,7 +122,7 @@ def curves_of(measurements: list[Measurement]) -> list[Curve]:
 
 
 def to_dict(one: Curve) -> dict[str, Any]:
-    """Return a curve as the JSON file has it."""
+    """Return a curve as in the JSON file."""
     return {
         "kernel": one.kernel,
         "head_dim": one.head_dim,

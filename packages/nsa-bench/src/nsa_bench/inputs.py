@@ -57,7 +57,7 @@ def drifting_queries(tokens: int, case: Case, correlation: float, generator: tor
     shape, device = case.shape, generator.device
     width = shape.num_heads * shape.head_dim_qk
     step = torch.arange(CHUNK, device=device)
-    # row i of a chunk is the sum of the chunk's noise up to i, faded, and of the last row before the chunk
+    # row i of a chunk is the decayed sum of the chunk's noise up to i and of the last row before the chunk
     fading = torch.where(step.unsqueeze(1) >= step, float(correlation) ** (step.unsqueeze(1) - step).clamp(min=0), 0.0)
     fading, carried = fading * (1 - correlation**2) ** 0.5, float(correlation) ** (step + 1).unsqueeze(1)
     q = torch.empty(tokens, width, device=device, dtype=case.dtype)
@@ -99,7 +99,7 @@ def _probes(case: Case, device: torch.device) -> list[Piece]:
 
 
 def _probe(case: Case, piece: Piece, k_cmp: Tensor, correlation: float, generator: torch.Generator) -> float | None:
-    """Return the share that persists among the piece's queries where they drift with `correlation`."""
+    """Return the share that persists among the piece's queries if they drift with `correlation`."""
     count = len(piece.positions)
     q = drifting_queries(count, case, correlation, generator).float()
     keys = k_cmp[piece.first_block : piece.first_block + piece.num_blocks].float()
@@ -115,7 +115,7 @@ def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tenso
     """Return int32 block_indices `(1, S, G, n)`: valid choices, ascending, whose free blocks persist as the case says.
 
     The free blocks 1 .. F of a query, F = n less the forced ones, are held in F slots. Slot s draws among the free
-    candidates j with j = s modulo F, so that no block is named twice, and draws anew with the stated probability. Recorded choices are
+    candidates j with j = s modulo F, so that no block is listed twice, and draws again with the stated probability. Recorded choices are
     mapped by the rule of `recorded`.
     """
     if isinstance(case.selection, Recorded):
@@ -127,7 +127,7 @@ def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tenso
     own = (positions // geometry.selection_block_size).view(-1, 1, 1)
     local = own - torch.arange(geometry.num_local_blocks, device=device)
     initial = torch.arange(geometry.num_initial_blocks, device=device).expand(len(positions), 1, -1)
-    # an initial block that is local as well, or lies in the future, would be named twice or wrongly
+    # an initial block that is also local would be listed twice, and one in the future is invalid
     initial = torch.where(initial <= own - geometry.num_local_blocks, initial, -1)
     forced = torch.cat([initial, local.clamp(min=-1)], -1).expand(-1, case.shape.num_kv_heads, -1)
     blocks, most = torch.cat([free, forced], -1), torch.iinfo(torch.int64).max
@@ -172,7 +172,7 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
     # a new draw may fall on the old block
     odds = (1 - _share_kept(case)) * choices / (choices - 1).clamp(min=1)
     anew = torch.rand(sizes, device=device, generator=generator) < odds
-    # a slot that had no candidate draws as soon as it has one, and so does every sequence at its start
+    # a slot without a candidate draws as soon as it has one, as does every sequence at its start
     anew[1:] |= block[:-1] < 0
     anew |= (positions == 0).view(-1, 1, 1)
     rows = torch.arange(len(positions), device=device).view(-1, 1, 1)

@@ -21,7 +21,7 @@ from nsa_core.testing.sampled import Check, Expected, backward_values, compare, 
 BUDGET_MS = 1500.0
 """Time spent on the repetitions of one measurement."""
 MIN_COUNT, MAX_COUNT = 3, 50
-"""Limits of the repetitions, whatever the budget is: at least 10 for a call of up to a tenth of it, few for a longer call."""
+"""Limits of the repetitions, for any budget: at least 10 for a call of up to a tenth of it, few for a longer call."""
 WARM_UPS = 2
 FLUSH_BYTES = 256 * 2**20
 """Bytes that are written before every repetition: several times the L2 of any GPU so far."""
@@ -265,7 +265,7 @@ class Implementation:
     name: str | None = None
     """The name of a kernel or a peer; None: the backends that the registry chooses."""
     is_judged: bool = True
-    """False: a wrong result is timed all the same, and its error is reported."""
+    """False: a wrong result is timed too, and its error is reported."""
 
     def check(self, direction: Direction, expected: Expected) -> Check:
         """Return the error of the result of one run in `direction`, relative to the expected values."""
@@ -287,7 +287,7 @@ class Implementation:
 
 
 def check_all(tried: Implementation, expected: Expected, directions: tuple[Direction, ...], registry: RouteRecorder) -> list[Measurement]:
-    """Return a measurement without a time for each direction; a wrong result has the reason why it will get no time."""
+    """Return a measurement without a time for each direction; a wrong result has the reason why it gets no time."""
     return [_check(tried, expected, direction, registry) for direction in directions]
 
 
@@ -351,7 +351,7 @@ def _check(tried: Implementation, expected: Expected, direction: Direction, regi
     if check is not None and wrong and tried.is_judged:
         reason = "wrong: " + "; ".join(check.problems)
     notes = ["not the result of the reference"] if wrong and not tried.is_judged else []
-    # torch says in warnings why a kernel does not take the inputs
+    # torch's warnings explain why a kernel refuses the inputs
     warned = dict.fromkeys(first_line(warning.message) for warning in caught if warning.category is UserWarning)
     return Measurement(
         case=tried.case,

@@ -1,4 +1,4 @@
-"""The options of the commands as the command line gives them, in groups. Imports no torch."""
+"""The options of the commands, as given on the command line, in groups. Imports no torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal

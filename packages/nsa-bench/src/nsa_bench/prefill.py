@@ -120,7 +120,7 @@ def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
 
 
 def run_prefill(options: PrefillOptions, output: Output) -> list[PrefillResult]:
-    """Measure what `options` ask for, print the table, write the files after every case, and return the results."""
+    """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
     plan = make_prefill_plan(options)
     output.check_files()
     results: list[PrefillResult] = []

@@ -3,10 +3,10 @@
 Each KV head of each layer that chooses is a *track*. A case takes its choices from the tracks by this rule:
 
 1. KV head g of G reads track g * T // G of the T tracks, which are ordered layer by layer.
-2. Query t reads the recorded query t. Queries beyond the S_r recorded ones read those from S_r // 2 on, over and over: neighbours stay neighbours.
-3. A free block keeps its relative distance: at distance e of the E + 1 candidates behind the recorded query's own block, it becomes
+2. Query t reads the recorded query t. Queries beyond the S_r recorded ones repeat those from S_r // 2 on, so that neighbours stay neighbours.
+3. A free block keeps its relative distance: at distance e of the E + 1 candidates before the recorded query's own block, it becomes
    distance e * (own + 1) // (E + 1). For equal shapes that is the recorded block.
-4. Forced blocks, n and the block size are the case's. Where n leaves less room, the nearest free blocks stay. Where it leaves more, or two
+4. Forced blocks, n and the block size are the case's. If n is smaller, the nearest free blocks stay. If it is larger, or two
    blocks became one, the nearest other blocks are added.
 """
 
@@ -102,7 +102,7 @@ def _mapped_rows(tracks: Tensor, positions: Tensor, num_blocks: int, geometry: B
     own_recorded = (source // recorded.selection_block_size).view(-1, 1, 1)
     is_free = (chosen >= recorded.num_initial_blocks) & (chosen <= own_recorded - recorded.num_local_blocks)
     block = own - (own_recorded - chosen) * (own + 1) // (own_recorded + 1)
-    # the nearest of the others where blocks are missing, the nearest of the recorded ones where there are too many
+    # the nearest other blocks if blocks are missing, the nearest recorded ones if there are too many
     nearness = torch.arange(num_blocks + 1, device=positions.device) / (num_blocks + 1)
     scores = nearness.expand(*chosen.shape[:2], -1).clone()
     place = torch.where(is_free, block, num_blocks)

@@ -178,7 +178,7 @@ def write_bundle(path: Path, results: Sequence[Result], page: str, tests: Sequen
 
 
 def _distinct(files: Sequence[Path]) -> dict[str, Path]:
-    """Return names for `files`, no two alike: their own, with a number where another has it."""
+    """Return unique names for `files`: their own, with a number if another file has it."""
     named: dict[str, Path] = {}
     for file in files:
         name, count = file.name, 2

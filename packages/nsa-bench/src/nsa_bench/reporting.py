@@ -72,11 +72,11 @@ def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -
         lines.setdefault((one.operation, one.implementation), []).append(one)
     for (operation, implementation), line in lines.items():
         if all(one.check is None and not one.is_ours for one in line):
-            # the notes name an absent implementation
+            # the notes mention an absent implementation
             continue
         by_direction = {one.direction: one for one in line}
         times = [_time(by_direction.get(direction), best) for direction in Direction]
-        # with its ratio to the tensors that nothing can do without
+        # with its ratio to the bytes of the required tensors
         peak = "".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None)
         table.add_row(operation, Text(implementation), *times, Text(peak), *_error(line))
     return table
@@ -115,7 +115,7 @@ def median_of(one: Measurement) -> float:
 
 
 def _time(one: Measurement | None, best: DenseTimes) -> Text:
-    """Return the median, how many repetitions where they are few, and the best dense time over it."""
+    """Return the median, the repetitions if they are few, and the best dense time over it."""
     if one is None or one.timing is None:
         return Text("-")
     count = f" of {one.timing.count}" if one.timing.count < FEW else ""
@@ -127,7 +127,7 @@ def _time(one: Measurement | None, best: DenseTimes) -> Text:
 
 
 def _error(line: list[Measurement]) -> tuple[Text, Text]:
-    """Return the largest error of the line and the largest share of the limit that one takes."""
+    """Return the largest error of the line, and the largest error as a share of its limit."""
     checks = [one.check for one in line if one.check is not None]
     if not checks:
         return Text("-"), Text("-")

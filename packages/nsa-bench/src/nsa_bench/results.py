@@ -39,7 +39,7 @@ class Output:
     def __init__(
         self, files: ResultFiles, commit: str | None = None, *, screen: Console | None = None, progress: Console | None = None
     ) -> None:
-        """Open nothing yet; `commit` replaces the checkout's. Output that is no terminal is wide enough for a table."""
+        """Open nothing yet; `commit` replaces the checkout's. Output to a file or pipe is wide enough for a table."""
         self.files, self.commit = files, commit
         self.screen = screen or Console(width=None if sys.stdout and sys.stdout.isatty() else TABLE_WIDTH)
         self.progress = progress or Console(stderr=True)
@@ -105,13 +105,13 @@ def environment_table(environment: dict[str, Any]) -> Table:
     """Return a table of names and values, with one package a line."""
     table = Table(show_header=False, box=None)
     for name, value in flatten(environment):
-        # foreign text goes in as `Text`, so that brackets in it are no markup
+        # foreign text is wrapped in `Text`, so that brackets in it are not markup
         table.add_row(name, Text("none" if value is None else str(value)))
     return table
 
 
 def flatten(environment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and plain values; those of a table inside are named `packages.torch`."""
+    """Yield names and plain values; those of a nested table have names such as `packages.torch`."""
     for name, value in environment.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{inner}", item) for inner, item in value.items())

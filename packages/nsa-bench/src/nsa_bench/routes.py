@@ -93,7 +93,7 @@ def reasons_against(
 
 
 def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
-    """Return the requests of the forward pass of `operation`; `nsa` is four requests where `name` has no backend for it."""
+    """Return the requests of the forward pass of `operation`; `nsa` is four requests if `name` has no backend for it."""
     is_split = operation == "nsa" and not registry.has(Operation.NSA, name)
     parts = [part for part in OURS if part != "nsa"] if is_split else [operation]
     shape = case.shape
@@ -119,7 +119,7 @@ def _requests(name: str, operation: str, case: Case, device: torch.device, regis
 
 
 def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, is_named: bool) -> list[str]:
-    """Return why `name` cannot serve `request`, or should not where it is not named; empty if nothing stands against it."""
+    """Return why `name` cannot serve `request`, or should not unless it is named; empty if there is no reason."""
     decision = registry.explain(request, name)
     if decision.chosen is not None and (is_named or all(one.is_eligible for one in decision.candidates if one.name == name)):
         return []

@@ -1,7 +1,7 @@
 """`nsa-bench select`: time the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
 
 "select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, from given importance
-(operation CHOOSE). A choice that differs from the reference, near ties aside, gets no time.
+(operation CHOOSE). A choice that differs from the reference, except at near ties, gets no time.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class SelectPlan:
     device: torch.device
     backends: tuple[str, ...]
     is_named: bool
-    """The user named the backend, which overrides reasons of policy."""
+    """True if the user named the backend, which overrides policy reasons."""
     is_replayed: bool
 
 
@@ -106,7 +106,7 @@ def make_select_plan(options: SelectOptions) -> SelectPlan:
 
 
 def run_select(options: SelectOptions, output: Output) -> list[SelectResult]:
-    """Measure what `options` ask for, print the table, write the files after every result, and return the results."""
+    """Measure the cases of `options`, print the table, write the files after every result, and return the results."""
     plan = make_select_plan(options)
     output.check_files()
     results: list[SelectResult] = []
@@ -124,7 +124,7 @@ def _measured(plan: SelectPlan) -> Iterator[SelectResult]:
     for case, name in product(plan.cases, plan.backends):
         registry = RouteRecorder.of_installed()
         for operation, measure in ((Operation.SELECT, _selection), (Operation.CHOOSE, _choice)):
-            # the choice alone does not know sequences, so that packed rows are no other case
+            # the choice alone does not depend on sequences, so packed rows are not a separate case
             if registry.has(operation, name) and (operation is Operation.SELECT or case.lengths is None):
                 against = reasons_against(name, operation, case, plan.device, registry, is_named=plan.is_named)
                 absent = SelectResult(case=case, part=operation.value, backend=name, rows=case.seq_len, absent=", ".join(against))
@@ -181,7 +181,7 @@ def _median(one: SelectResult) -> float | None:
 
 
 def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the files; None stands for a value that was not measured."""
+    """Return a row of the files; None is a value that was not measured."""
     case, timing = one.case, one.timing
     times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
     return {

@@ -23,7 +23,7 @@ def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: 
     output.show(smoke_table(folder, verdicts))
     rows: list[dict[str, Any]] = [attrs.asdict(verdict) for verdict in verdicts]
     if output.files.json_file is None:
-        # the environment would load torch
+        # collecting the environment would load torch
         output.write({}, rows)
     else:
         output.write({"environment": output.environment, "run": str(folder), "metrics": records.metrics, "verdicts": rows}, rows)

@@ -65,7 +65,7 @@ class ThresholdPlan:
 
 @frozen(kw_only=True)
 class Threshold:
-    """The length from which `backend` should serve in place of `against`."""
+    """The length from which `backend` should serve instead of `against`."""
 
     operation: str
     direction: Direction
@@ -107,7 +107,7 @@ def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
 
 
 def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]:
-    """Measure what `options` ask for, print the table, write the files, and return the thresholds.
+    """Measure the cases of `options`, print the table, write the files, and return the thresholds.
 
     Raises:
         OptionError: if options are invalid, or no installed kernel serves any of the cases.
@@ -136,7 +136,7 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
                 "measured": measured,
             }
             output.write(content, [{**row, "ratios": _as_text(row["ratios"]), **common} for row in rows])
-        # a table never holds a shape of which lengths are missing
+        # a table holds only shapes with all their lengths
         if target is not None:
             write_table(target, kept, [{**facts, **to_dict(threshold, plan)} for threshold in found])
     if target is not None:
@@ -159,7 +159,7 @@ def table_file(options: ThresholdOptions) -> Path | None:
     path = options.write[0] if options.write else user_file()
     if not options.write:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # hours of measurement must not end in a folder that cannot be written
+    # check before hours of measurement that the folder can be written
     tempfile.TemporaryFile(dir=path.parent).close()
     return path
 
@@ -188,7 +188,7 @@ def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(to_json(content))
-        # mkstemp makes a file for this user alone, and others may route by it
+        # mkstemp gives permissions to this user only, but others may route by the table
         temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
@@ -210,7 +210,7 @@ def _measured(plan: ThresholdPlan) -> Iterator[Measurement]:
     """Yield the measurements of every backend that serves a case, the reference's among them.
 
     Raises:
-        OptionError: before anything is measured, where no kernel serves any case.
+        OptionError: before anything is measured, if no kernel serves any case.
     """
     registry = RouteRecorder.of_installed()
     calls = [
@@ -261,12 +261,12 @@ def thresholds_of(measurements: list[Measurement]) -> list[Threshold]:
 def _ratio(own: float | None, other: float | None) -> float | None:
     if own is None:
         return None
-    # the other one fails here, such as for lack of memory
+    # the other one fails here, for example for lack of memory
     return float("inf") if other is None else other / own
 
 
 def to_dict(one: Threshold, plan: ThresholdPlan) -> dict[str, Any]:
-    """Return a threshold as the files have it; a ratio is "inf" where the other backend has no time."""
+    """Return a threshold as in the files; a ratio is "inf" if the other backend has no time."""
     shape, case = one.shape, plan.cases[0]
     return {
         "operation": one.operation, "direction": one.direction.value, "shape": shape.name, "num_heads": shape.num_heads,

@@ -94,7 +94,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
 
 
 def _check_routes(configs: Sequence[RunConfig], output: Output) -> None:
-    # a mistyped key was refused without torch
+    # loaded here, so that a mistyped key is refused without torch
     from nsa_train.host.machine import target_machine
     from nsa_train.host.routing import overruled_backends, refused_backends, uses_of_run
 
@@ -166,7 +166,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
 
 
 def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
-    """Return the fault of the `losses` of a fresh model, None if there is none."""
+    """Return the fault of the `losses` of a fresh model, or None if there is none."""
     from nsa_train.model.decoder import vocab_size_of
 
     uniform = math.log(vocab_size_of(config))

@@ -53,7 +53,7 @@ eval_batches = 3
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    """The path of a plan of two arms, two rates and two seeds, beside its recipe."""
+    """The path of a plan of two arms, two rates and two seeds, next to its recipe."""
     (tmp_path / "tiny.toml").write_text(RECIPE)
     (tmp_path / "plan.toml").write_text(PLAN)
     return tmp_path / "plan.toml"

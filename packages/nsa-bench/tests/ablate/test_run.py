@@ -1,4 +1,4 @@
-"""`nsa-bench ablate`: trials beside each other, what is finished, what is stopped, what fails."""
+"""`nsa-bench ablate`: concurrent trials, and finished, stopped and failed ones."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def folders(plan_file: Path) -> list[TrialFolder]:
 
 @pytest.fixture
 def runs_as(monkeypatch: pytest.MonkeyPatch):
-    """A function that lets a trial be a program, by its place among the trials; all others finish at once."""
+    """A function that replaces a trial by a program, by its index; all others finish at once."""
 
     def replace(programs: dict[str, str]) -> None:
         def command_of(folder: TrialFolder) -> list[str]:
@@ -55,12 +55,12 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert [row["arm"] for row in csv.DictReader((out / "a.csv").read_text().splitlines())] == ["dense", "nsa"]
     assert (out / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "2 of 2 trials" in capsys.readouterr().out
-    # on another machine what a result file holds is finished too
+    # on another machine, trials in a result file are finished too
     elsewhere = ["ablate", str(plan_file), "--out", str(out / "elsewhere"), "--json", str(out / "b.json"), "--earlier", str(out / "a.json")]
     assert run_command(elsewhere) == 0
     assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
     assert not list((out / "elsewhere/runs").iterdir())
-    # what is finished is not run again
+    # finished trials are not run again
     began = time.monotonic()
     assert run_command(words) == 0
     assert "2 of 2 trials are finished already" in capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: 
     runs_as({folders[2].trial.name: SAVES})
     said: list[str] = []
     assert not run_trials(folders, side_by_side=2, minutes=0.03, say=said.append)
-    # on a busy machine it may not have come as far as its handler, and another trial may have been running beside it
+    # on a busy machine it may not have installed its handler yet, and another trial may have been running
     name = folders[2].trial.name
     assert {f"saved {name}", f"stopped {name} before it had anything to save"} & set(said)
     assert any("0.03 minutes are over" in line for line in said)

@@ -24,7 +24,7 @@ FORWARD, BOTH = Direction
 
 
 class Spoiled:
-    """A backend of nsa_core with something done to its result."""
+    """A backend of nsa_core with a changed result."""
 
     def __init__(self, backend, spoil):
         self._backend, self._spoil = backend, spoil

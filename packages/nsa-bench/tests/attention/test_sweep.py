@@ -1,4 +1,4 @@
-"""The sweep: which cases, and what makes a cliff."""
+"""The sweep: its cases, and the definition of a cliff."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_points_are_those_of_the_issue():
     }
     groups = [point.case.shape for point in POINTS if point.variable == "H/G"]
     assert [shape.heads_per_group for shape in groups] == [1, 2, 3, 4, 5, 7, 8, 16]
-    # about as many query heads each, so that H/G alone varies
+    # about equally many query heads each, so that only H/G varies
     assert all(28 <= shape.num_heads <= 36 for shape in groups)
     one, many = (point.case for point in POINTS if point.variable == "packed")
     assert (one.seq_len, many.seq_len, one.lengths, len(many.lengths)) == (65536, 65536, None, 100)

@@ -1,4 +1,4 @@
-"""What must be reached, and what was."""
+"""Targets and their measured figures."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_the_jobs_give_every_target_its_figure_once():
         assert job.case.dtype is torch.bfloat16
     [memory_only] = [job for job in jobs if not job.is_timed]
     assert (memory_only.case.shape.name, memory_only.case.seq_len, memory_only.directions) == ("P", 131072, (BOTH,))
-    # dense attention is timed once per shape and length, and not beside selected attention alone
+    # dense attention is timed once per shape and length, and not for selected attention alone
     with_dense = [(job.case.shape.name, job.case.seq_len) for job in jobs if job.baselines]
     assert len(set(with_dense)) == len(with_dense) == 9
 

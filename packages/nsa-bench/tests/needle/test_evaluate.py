@@ -1,4 +1,4 @@
-"""Answers by decode: those of the whole forward pass, and caches that a question leaves as they were."""
+"""Answers by decode equal those of the whole forward pass, and a question leaves caches unchanged."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def model_of(plan: NeedlePlan, arm: int) -> Decoder:
     torch.manual_seed(0)
     model = build_model(plan.arms[arm].config).eval()
     with torch.no_grad():
-        # away from the initial weights, under which every answer would hang on the last token alone
+        # away from the initial weights, for which every answer would depend on the last token only
         for weight in model.parameters():
             weight.add_(0.3 * torch.randn_like(weight))
     return model
@@ -81,7 +81,7 @@ def test_an_answer_is_that_of_the_whole_forward_pass_whatever_was_asked_before(p
     expected = torch.stack(
         [answers_of(model, drawn.ids, drawn.needles[:, depth, :tokens], tokens) for depth in range(plan.grid.depths)], dim=1
     )
-    # needles whose values are what the model answers, but for one token of one row
+    # needles whose values the model answers, except for one token of one row
     needles = torch.cat([drawn.needles[..., :tokens], expected], -1)
     needles[3, 1, -1] += 1
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""`nsa-bench needle`: trained, evaluated, written; what is finished stays, and what is stopped goes on."""
+"""`nsa-bench needle`: training, evaluation, files; finished parts are kept, and stopped ones continue."""
 
 import csv
 import json
@@ -39,7 +39,7 @@ def test_a_plan_is_trained_evaluated_and_written(plan_file: Path, capsys: pytest
     assert (rows[0]["arm"], rows[0]["commit"], rows[0]["seed"]) == ("nsa", "abc", "5")
     assert (out / "a.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    # what is finished is not done again, but for cells that would be others now
+    # finished parts are not repeated, except cells whose settings changed
     assert run_command(words) == 0
     assert json.loads((out / "a.json").read_text())["arms"] == content["arms"]
     said = capsys.readouterr().err

@@ -41,7 +41,7 @@ class CallKeywords(TypedDict, total=False):
     query_start: Tensor | None
     """int32 (B,), position of each sequence's first query row in keys that hold the whole sequence (a cache)."""
     query_count: Tensor | None
-    """int32 (B,), valid query rows per sequence; rows beyond give out 0, lse -inf."""
+    """int32 (B,), valid query rows per sequence; later rows give out 0, lse -inf."""
     page_table: PageTables
     """int32 (B, max_pages), pages of each sequence in stores (pages, page_size, G, D); needs query_start. One table serves all stores:
     a page of k_cmp holds the blocks, page_size / d, of the page of tokens with its number. A pair has a table for the stores of tokens
@@ -55,10 +55,10 @@ class CallKeywords(TypedDict, total=False):
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]
 ) -> BranchOutput:
-    """Return the attention of each query over the compressed blocks that lie wholly in its past (Eq. 7, 8).
+    """Return the attention of each query over the compressed blocks that are wholly in its past (Eq. 7, 8).
 
     k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
-    queries before l - 1 give out 0, lse -inf. In a packed batch the blocks of the sequences follow one another; rows beyond
+    queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond
     the last block are never read and get zero gradient. `CallKeywords` has the other keywords.
     """
     _require(k_cmp=k_cmp, v_cmp=v_cmp)
@@ -86,7 +86,7 @@ def selected_attention(
 ) -> BranchOutput:
     """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12).
 
-    block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block and may stand anywhere; a row of only -1 gives out 0, lse -inf
+    block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block and may be anywhere; a row of only -1 gives out 0, lse -inf
     and zero gradients. On a CPU a duplicate block, or one outside 0 .. own, raises an error; on a GPU an index outside 0 .. own counts
     as -1. `CallKeywords` has the other keywords.
     """
@@ -130,7 +130,7 @@ def nsa_attention(
     """
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     for ending, (k, v) in pairs.items():
-        # without its branch k_cmp chooses blocks
+        # without the compressed branch, k_cmp still chooses blocks
         if (k is None) != (v is None) and (ending, v) != ("_cmp", None):
             raise InputError(f"one of k{ending} and v{ending} is None (a branch has both or neither); give both")
     queries, keys, call = _begin(q, pairs, geometry, **keywords)
@@ -170,9 +170,9 @@ def attend(
 def attend_branches(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, is_known: bool = False
 ) -> Tensor:
-    """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here.
+    """Return `attend` of checked queries, and of Keys of the three branches, which this function checks.
 
-    `is_known`: Keys of these shapes and dtypes were found to fit such queries before. Only values remain to be checked, and only on a CPU.
+    `is_known`: Keys of these shapes and dtypes fitted such queries before. Only values remain to be checked, and only on a CPU.
     """
     queries, keys = _autocast(queries, keys)
     if not is_known or checks.can_read(queries.start):
@@ -181,7 +181,7 @@ def attend_branches(
 
 
 def _require(**tensors: Tensor | None) -> None:
-    """Raise InputError where one of the operands of a single branch is None."""
+    """Raise InputError if one of the operands of a single branch is None."""
     for name, x in tensors.items():
         if x is None:
             raise InputError(
@@ -204,7 +204,7 @@ def _begin(
     registry: BackendRegistry | None = None,
     **unknown: Any,
 ) -> tuple[Queries, BranchKeys, Call]:
-    """Return the operands and the call of the tensors and keywords of a public operation, checked."""
+    """Check the tensors and keywords of a public operation, and return its operands and call."""
     if unknown:
         raise TypeError(f"{min(unknown)}= is no keyword of the operation; use one of geometry, {', '.join(CallKeywords.__annotations__)}")
     checks.check_query(q)
@@ -216,9 +216,9 @@ def _begin(
 
 
 def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
-    """Return the operands in the autocast dtype where autocast is on; float64, as everywhere, and FP8 stores are left alone."""
+    """Return the operands in the autocast dtype if autocast is on; float64 operands and FP8 stores keep theirs."""
     kind = queries.q.device.type
-    # the meta device knows no autocast, and asking would raise
+    # asking about autocast raises on the meta device
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return queries, keys
 
@@ -231,7 +231,7 @@ def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
 
 
 def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...]) -> None:
-    """Raise InputError where gates or branches do not fit together."""
+    """Raise InputError if gates or branches do not fit together."""
     checks.check_tensor("gates", gates, (*queries.q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", queries.q)
     if len(absent) == len(BRANCHES):
         raise InputError("every branch is None (Eq. 5 sums at least one); give the k and v of one")
@@ -243,7 +243,7 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
 
 
 def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
-    """Return Eq. 5: by a backend that does all of it where one may, else branch by branch."""
+    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch."""
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
     if absent or any(observer.needs_branches for observer in observers):
@@ -264,7 +264,7 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
                 observer.record_branch(name, out, positions_of(queries))
     total: Tensor = gated_sum(gates, *outputs)
     if queries.count is not None:
-        # a row that does not count is 0 whatever its gates are, NaN included
+        # an invalid row is 0 for any gates, NaN included
         is_row = torch.arange(q.shape[1], device=q.device) < queries.count.unsqueeze(1)
         total = torch.where(is_row[..., None, None], total, 0)
     return total.to(q.dtype)
@@ -275,7 +275,7 @@ def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...],
     outputs: list[Tensor | None] = [None, None, None]
     cmp, lse = keys["_cmp"], None
     if cmp is not None and not ("cmp" in absent and "slc" in absent):
-        # without the branch its lse is still what normalises the scores of the choice
+        # without the branch, its lse still normalises the scores of the choice
         out, lse = run(Operation.CMP, call, queries, cmp._replace(v=cmp.k.detach()) if "cmp" in absent else cmp)
         outputs[0] = None if "cmp" in absent else out
     if "slc" not in absent:
@@ -309,14 +309,14 @@ def append_rows(
     """
     _check_new_rows(rows, start, count)
     written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
-    # a backend is chosen by the store that asks most of it
+    # the store with the strictest needs decides the backend
     asks = (
         [new for new in written if new.store.page_table is not None] or [new for new in written if new.store.k_scale is not None] or written
     )
     if asks:
         new = asks[0]
         call = make_call(new.k, geometry, None, backend, registry)
-        # the request is that of a step with one query head per KV head
+        # the request describes a step with one query head per KV head
         append = backend_for(Operation.APPEND, call, Queries(new.k, new.k.shape[1], None, start, count), new.store)
         append(rows, new_blocks, start, count, geometry=geometry)
 
@@ -332,14 +332,14 @@ def rotate_heads(
     """Return q and keys `(B, m, heads, D_k)` of a step rotated, row i of sequence b at position start[b] + i; start int32 (B,). No gradient."""
     q, k = heads[0], heads[-1]
     call = make_call(q, geometry, None, backend, registry)
-    # the request is that of q over the step's own keys
+    # the request describes q over the step's own keys
     operands = Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1])
     found: tuple[Tensor, ...] = backend_for(Operation.ROTATE, call, *operands)(heads, start, rope)
     return found
 
 
 def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> None:
-    """Raise InputError where a step's rows do not fit their stores; nothing is written then."""
+    """Raise InputError if a step's rows do not fit their stores; nothing is written then."""
     checked = None
     for new in rows:
         store, table, batch = new.store.k, new.store.page_table, new.k.shape[0]
@@ -348,7 +348,7 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
             raise InputError(f"the store holds {holds} sequences, the step has {batch} (one each); give both the same batch")
         if (store.dtype in FP8) != (new.store.k_scale is not None):
             raise InputError(f"the store is {store.dtype} (stores of FP8 have k_scale and v_scale, others none); give both, or neither")
-        # the stores of a layer share the batch and the device of their rows, so that one check serves all
+        # the stores of a layer share batch and device, so one check serves all
         if checked != (batch, new.k.device):
             for name, x in (("start", start), ("count", count)):
                 checks.check_tensor(name, x, (batch,), "(B,)", new.k, torch.int32)
@@ -368,7 +368,7 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the mean of each compressed block's tokens `(B, C, G, D)` of k `(B, S, G, D)`: phi without parameters (Eq. 7).
 
-    Packed (B = 1), the sequences' blocks stand one after another and C = S // d, always enough.
+    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
 
     Raises:
         InputError: for a k of another rank, or cu_seqlens that do not bound its rows.

@@ -1,7 +1,7 @@
 """Block arithmetic in plain integers: counts, visibility, overlap weights, decode reads, pairs of query and key.
 
-Everything here takes and returns Python integers and knows no tensors. Positions count from the sequence's own start;
-`t` is a query's position. Divisions floor, as the specification's do.
+Everything here takes and returns Python integers, never tensors. Positions count from the start of the sequence;
+`t` is a query's position. Divisions floor.
 """
 
 from nsa_core.config import BlockGeometry
@@ -14,7 +14,7 @@ def num_compressed_blocks(length: int, geometry: BlockGeometry) -> int:
 
 
 def max_tokens(num_blocks: int, geometry: BlockGeometry) -> int:
-    """Return the most tokens whose compressed blocks are `num_blocks`: the next one would need one more."""
+    """Return the largest number of tokens that have `num_blocks` compressed blocks."""
     return num_blocks * geometry.compression_stride + geometry.compression_block_size - 1
 
 

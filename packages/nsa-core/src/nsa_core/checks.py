@@ -1,4 +1,4 @@
-"""Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading them waits for nothing."""
+"""Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
 from itertools import pairwise
 from typing import TypeGuard
@@ -35,7 +35,7 @@ def check_rank(name: str, x: object, rank: int, layout: str) -> None:
 def check_tensor(
     name: str, x: Tensor, shape: tuple[int | None, ...], layout: str, q: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise InputError unless `x` is a tensor of `shape` and `dtype` on the device of q; a size of None may be any, a dtype of None any floating."""
+    """Raise InputError unless `x` is a tensor of `shape` and `dtype` on the device of q; a size of None matches any, a dtype of None any float."""
     if None in shape or not isinstance(x, Tensor):
         check_rank(name, x, len(shape), layout)
         shape = tuple(have if size is None else size for size, have in zip(shape, x.shape, strict=False))
@@ -50,13 +50,13 @@ def check_tensor(
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise InputError unless `x` lies on the device of `other`."""
+    """Raise InputError unless `x` is on the device of `other`."""
     if x.device != other.device:
         raise InputError(f"{name} is on {x.device}, {other_name} on {other.device} (one device per call); move one with .to()")
 
 
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True where there are values of `x` that may be read: on a CPU, outside a graph that is being traced."""
+    """Return True if the values of `x` may be read: on a CPU, outside a traced graph."""
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
@@ -71,7 +71,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     if cu_seqlens.shape[0] < 1:
         raise InputError("cu_seqlens is empty (it holds N + 1 offsets); use [0, S] for one sequence")
     if q.shape[0] != 1:
-        raise InputError(f"cu_seqlens came with batch size {q.shape[0]} (packed sequences lie in one row: B = 1); reshape to (1, S, ...)")
+        raise InputError(f"cu_seqlens came with batch size {q.shape[0]} (packed sequences are in one row: B = 1); reshape to (1, S, ...)")
     if not can_read(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
@@ -85,7 +85,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:
-    """Raise InputError where an entry that is needed names no page of the store `name`; values are read on a CPU only.
+    """Raise InputError if an entry that is needed names no page of the store `name`; values are read on a CPU only.
 
     `last_tokens` `(B,)`: tokens of each sequence up to its last query row, 0 where it has none; a page holds `page_size` tokens.
     """
@@ -108,7 +108,7 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
     for b, entry in _first(is_repeated):
         raise InputError(
             f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
-            f"give each stretch a page of its own"
+            f"give each stretch its own page"
         )
 
 
@@ -119,7 +119,7 @@ def check_geometry(geometry: object) -> None:
 
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
+    """Raise InputError if a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
     for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
         raise InputError(
@@ -140,6 +140,6 @@ def _first(mask: Tensor) -> list[list[int]]:
 
 
 def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of `numbers` in order, and where an entry of at least 0 comes again."""
+    """Return the sorted rows of `numbers`, and where an entry of at least 0 is repeated."""
     ordered = numbers.sort(-1).values
     return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

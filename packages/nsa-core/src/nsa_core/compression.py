@@ -22,8 +22,8 @@ class BlockWindows(NamedTuple):
 def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None = None) -> BlockWindows:
     """Return the blocks of x `(B, S, G, D)`; a trailing partial block does not exist.
 
-    Packed (B = 1), the sequences' blocks stand one after another and C = S // d, always enough; blocks beyond the last
-    repeat some tokens and mean nothing.
+    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough; blocks beyond the last
+    repeat some tokens and must be ignored.
     """
     size, stride = geometry.compression_block_size, geometry.compression_stride
     if cu_seqlens is not None:
@@ -31,7 +31,7 @@ def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None 
     count = blocks.num_compressed_blocks(x.shape[1], geometry)
     last_positions = torch.arange(count, device=x.device) * stride + size - 1
     if not count:
-        # cut from x, so that what made x still gets a gradient, of zeros: DDP waits for every parameter's
+        # a slice of x, so that x still gets a gradient of zeros: DDP waits for every parameter
         return BlockWindows(x[:, :0].unsqueeze(2).expand(-1, -1, size, *x.shape[2:]), last_positions)
     return BlockWindows(x.unfold(1, size, stride).movedim(-1, 2), last_positions)
 
@@ -66,7 +66,7 @@ class ConvCompressor(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
-        # with tensor parallelism it is a DTensor, and a rank holds the filters of its own heads
+        # with tensor parallelism it is a DTensor: each rank holds the filters of its heads
         to_local = getattr(self.weight, "to_local", None)
         weight = self.weight if to_local is None else to_local()
         taps = weight.view(*tokens.shape[-2:], -1).to(tokens.dtype)

@@ -14,7 +14,7 @@ Compressor = Literal["mlp", "conv", "mean"]
 GateKind = Literal["sigmoid", "softmax"]
 COLLAPSE_ENTROPY = 0.1
 COLLAPSE_SHARE = 0.95
-"""A gate has collapsed where its shares have an entropy below COLLAPSE_ENTROPY, in nats, and the largest is above COLLAPSE_SHARE."""
+"""A gate has collapsed if the entropy of its shares, in nats, is below COLLAPSE_ENTROPY and the largest share above COLLAPSE_SHARE."""
 CompressedRope = Literal["block_end", "tokens"]
 KeysValues = Literal["separate", "shared"]
 RopeScalingKind = Literal["linear", "yarn", "llama3"]
@@ -23,7 +23,7 @@ OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose", "rotate"
 
 
 def _integer_at_least(minimum: int, *same_as: str) -> Any:
-    """Return a validator; its message suggests the sum of the fields `same_as`, which fits them, or `minimum`."""
+    """Return a validator; its message suggests the sum of the fields `same_as`, or `minimum`."""
 
     def check(instance: object, attribute: "Attribute[int]", value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -117,7 +117,7 @@ class BlockGeometry:
             )
 
     def as_tuple(self) -> tuple[int, int, int, int, int, int, int]:
-        """Return the seven numbers in the constructor's order: what custom ops and compiled graphs can carry."""
+        """Return the seven numbers in the constructor's order, for custom ops and compiled graphs."""
         return (
             self.compression_block_size,
             self.compression_stride,
@@ -184,7 +184,7 @@ SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_e
 
 
 def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `table` by the names of `RopeScaling`'s fields, in place of Hugging Face's."""
+    """Return `table` with Hugging Face's keys renamed to the fields of `RopeScaling`."""
     return {SCALING_ALIASES.get(str(key), str(key)): item for key, item in table.items()}
 
 
@@ -252,7 +252,7 @@ class NSAConfig:
     """The configuration of a `NativeSparseAttention` layer.
 
     Raises:
-        ConfigError: when a value, or a pair of values, breaks a rule; the message names a valid value.
+        ConfigError: if a value, or a pair of values, breaks a rule; the message names a valid value.
     """
 
     hidden_size: int = field(validator=_integer_at_least(1))
@@ -310,7 +310,7 @@ class NSAConfig:
             )
         if self.gate == "softmax" and len(self.branches) == 1:
             raise ConfigError(
-                f"gate='softmax' with branches={self.branches!r} would be 1 whatever its weights (it shares 1 among the branches); "
+                f"gate='softmax' with branches={self.branches!r} would be 1 for any weights (it shares 1 among the branches); "
                 f"use gate='sigmoid' or two branches"
             )
         if self.compressed_rope == "tokens" and self.compressor != "mean":

@@ -29,7 +29,7 @@ def mlp_width(dim: int) -> int:
 
 
 class DecoderSizes(NamedTuple):
-    """The sizes of a decoder that its attention does not have."""
+    """The sizes of a decoder, apart from those of its attention."""
 
     vocab_size: int
     hidden_size: int
@@ -61,7 +61,7 @@ class Block(nn.Module):
     """One pre-norm layer."""
 
     recompute: Recompute | None = None
-    """Runs the layer in training, where it is not None."""
+    """Runs the layer in training if it is not None."""
 
     def __init__(self, sizes: DecoderSizes, attention: Callable[[], nn.Module]) -> None:
         """Build a layer of `sizes` around the module that `attention` makes."""
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
     """The class of a layer."""
 
     def __init__(self, sizes: DecoderSizes, attentions: Iterable[Callable[[], nn.Module]], *inputs: Any) -> None:
-        """Build a layer of each of `attentions`, first to last; `inputs` go to the next class, where this one has a sibling."""
+        """Build one layer for each of `attentions`; `inputs` are passed to the next class in the MRO."""
         super().__init__(*inputs)
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         self.blocks = nn.ModuleList(self.block(sizes, attention) for attention in attentions)
@@ -164,13 +164,13 @@ class Decoder(nn.Module):
 
     @property
     def sparse_layers(self) -> list[NativeSparseAttention]:
-        """Return the NSA layers, first to last, without those that are dense."""
+        """Return the NSA layers, in order, without the dense ones."""
         attentions = [cast(Block, block).attention for block in self.blocks]
         return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]
 
 
 class _Undrawn(TorchFunctionMode):
-    """Draw no numbers for new weights."""
+    """Skips the random initialisation of new weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -181,6 +181,6 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Let models be made on the meta device. Nothing is drawn there, for which torch would load its compiler, some seconds long."""
+    """Build models on the meta device without random initialisation, for which torch would load its compiler (some seconds)."""
     with torch.device("meta"), _Undrawn():
         yield

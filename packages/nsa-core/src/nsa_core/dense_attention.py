@@ -1,6 +1,6 @@
 """Full causal attention with the calling convention of `nsa_core.NativeSparseAttention`: the baseline twin.
 
-It takes the fastest dense attention that a device offers, never torch's default choice, which on Hopper is half as fast.
+It uses the fastest dense attention of the device instead of torch's default, which is half as fast on Hopper.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class DenseCache:
     """Keys and values of every sequence, at their positions; lengths may differ within the batch."""
 
     def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int | None = None, *, static: bool = False) -> None:
-        """Start empty in stores `(B, rows + 1, G, D)`; the last row takes what is not valid.
+        """Start empty in stores `(B, rows + 1, G, D)`; the last row takes invalid tokens.
 
         The stores grow by doubling up to `max_seqlen` tokens (None: no bound). A `static` cache keeps its rows and no state on the
         host: tokens that do not fit are dropped and noted on the device, where `check` finds the note.
@@ -42,7 +42,7 @@ class DenseCache:
 
     @property
     def capacity(self) -> int:
-        """Return the tokens of a sequence that there is room for."""
+        """Return how many tokens of a sequence fit."""
         return self.keys.shape[1] - 1
 
     @property
@@ -56,13 +56,13 @@ class DenseCache:
         return self.keys.nbytes + self.values.nbytes
 
     def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> None:
-        """Store `k`, `v` `(B, S, G, D)` after what is held. Rows from `query_count` `(B,)` on are not valid and are dropped.
+        """Append `k`, `v` `(B, S, G, D)`. Rows from `query_count` `(B,)` on are invalid and dropped.
 
         Raises:
-            CacheOverflowError: when a sequence could pass max_seqlen of a cache that grows.
+            CacheOverflowError: if a sequence could pass max_seqlen of a cache that grows.
         """
         if not self.is_static:
-            # rows that do not count take no room, where counting them waits for nothing
+            # invalid rows take no space, if counting them does not wait for the device
             is_known = query_count is not None and query_count.device.type == "cpu" and query_count.numel()
             self._make_room(max(1, int(query_count.max())) if query_count is not None and is_known else k.shape[1])
         spare, step = self.capacity, torch.arange(k.shape[1], device=k.device)
@@ -70,13 +70,13 @@ class DenseCache:
         fitting = torch.minimum(counts, spare - self.lengths)
         rows = torch.where(step < fitting[:, None], self.lengths[:, None] + step, spare)
         sequences = torch.arange(len(k), device=k.device)[:, None]
-        # under autocast they come in its dtype
+        # under autocast they have its dtype
         self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
         self.lengths.add_(fitting)
         self.overflowed.logical_or_(fitting < counts)
 
     def check(self) -> None:
-        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device."""
+        """Raise CacheOverflowError if a step of a static cache dropped tokens that did not fit; waits for the device."""
         if lost := self.overflowed.nonzero().flatten().tolist():
             raise CacheOverflowError(f"sequences {lost} lost tokens (a static cache never grows); reset them, or build a larger cache")
 
@@ -84,7 +84,7 @@ class DenseCache:
         """Forget the last `num_tokens` tokens of every sequence.
 
         Raises:
-            CacheOverflowError: where a sequence of a static cache lost tokens, or, on a CPU, has fewer.
+            CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, has fewer.
         """
         if self.is_static:
             self.check()
@@ -123,7 +123,7 @@ class DenseCache:
 
 
 class DenseAttention(nn.Module):
-    """GQA with RoPE over the whole past. Reads of `config` the sizes, RoPE, qk_norm and qkv_bias, nothing of sparsity."""
+    """GQA with RoPE over the whole past. It reads the sizes, RoPE, qk_norm and qkv_bias of `config`."""
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class DenseAttention(nn.Module):
     ) -> DenseCache:
         """Return an empty cache for sequences of at most `max_seqlen` tokens; see `DenseCache`. Other options are a sparse layer's.
 
-        It lies on `device` (None: that of the weights).
+        `device` None: that of the weights.
 
         Raises:
             InputError: for a static cache without a bound.
@@ -194,7 +194,7 @@ class DenseAttention(nn.Module):
         if static and max_seqlen is None:
             raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
         rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)
-        # built anew, not from the weight: under fsdp that is a shard
+        # a new tensor, not one like the weight, which under FSDP is a shard
         weight = self.k_proj.weight
         keys, values = (
             torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device if device is None else device)
@@ -207,7 +207,7 @@ class DenseAttention(nn.Module):
         positions = positions_from_cu_seqlens(cu_seqlens, total)
         q, k, v = self.rope(q, positions)[0], self.rope(k, positions)[0], v[0]
         if count * max_seqlen == total:
-            # each sequence is as long as the bound, so that they already are a batch
+            # all sequences are as long as the bound, so they already are a batch
             rows = (count, max_seqlen)
             return fast_causal_attention(*(x.unflatten(0, rows) for x in (q, k, v))).flatten(0, 1).unsqueeze(0)
         if has_varlen_attention(q, v):
@@ -221,7 +221,7 @@ class DenseAttention(nn.Module):
         total = len(q)
         within = torch.arange(max_seqlen, device=q.device)
         rows = (cu_seqlens[:-1, None].long() + within).clamp(max=total - 1)
-        # rows past a sequence's end hold its neighbour's tokens: they come last, so causality hides them
+        # rows past a sequence's end hold the next one's tokens; causality hides them
         out = fast_causal_attention(*(x[rows] for x in (q, k, v)))
         return out[sequence_ids(cu_seqlens, total), positions]
 
@@ -233,7 +233,7 @@ class DenseAttention(nn.Module):
         cache.append(self.rope(k, positions), v, query_count)
         keys, values = cache.keys[:, : cache.bound], cache.values[:, : cache.bound]
         if q.shape[1] > 1:
-            # torch's fast kernels take no mask, and the others would hold all scores
+            # torch's fast kernels take no mask, and the others would store all scores
             whole = BlockGeometry(window_size=cache.bound)
             counts = None if query_count is None else query_count.to(q.device, torch.int32)
             q = self.rope(q, positions)
@@ -258,6 +258,6 @@ def fast_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_varlen_attention(q: Tensor, v: Tensor) -> bool:
-    """Return True where `varlen_attention.varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
+    """Return True if `varlen_attention.varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     return q.device.type == "cuda" and is_half and q.shape[-1] == v.shape[-1] <= LARGEST_VARLEN_DIM

@@ -1,4 +1,4 @@
-"""From operands to a backend: routing by constants, so that a graph being traced can ask as well."""
+"""From operands to a backend. Routing uses constants only, so that it also works while a graph is traced."""
 
 import operator
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     registry: BackendRegistry
     observers: tuple[AttentionObserver, ...] = ()
     returns_lse: bool = False
-    """True where lse reaches the caller, who may differentiate it."""
+    """True if lse reaches the caller, who may differentiate it."""
 
 
 def make_call(
@@ -42,10 +42,10 @@ def make_call(
     registry: BackendRegistry | None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Call:
-    """Return the call, with its defaults settled.
+    """Return the call, with its defaults filled in.
 
     Raises:
-        InputError: where `backend` names an operation that there is not.
+        InputError: if `backend` names an unknown operation.
     """
     registry = default_registry() if registry is None else registry
     if not isinstance(backend, str | Mapping):
@@ -60,7 +60,7 @@ def make_call(
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return what the backend chosen for `operation` makes of its operands; None where that is NSA and the branches run one by one."""
+    """Return the result of the backend for `operation`, or None if that is NSA and the branches run one by one."""
     backend = backend_for(operation, call, *operands)
     if backend is None:
         return None
@@ -70,7 +70,7 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the backend that serves the operands; None where that is NSA and the branches run one by one."""
+    """Return the backend that serves the operands, or None if that is NSA and the branches run one by one."""
     name = name_for(operation, call)
     if name is None:
         return None
@@ -79,17 +79,17 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
         facts = facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse)
         index = registry.resolve_index(name, is_optional, **facts)
     else:
-        # a cached step waits for its routing, and its calls are those of the step before
+        # routing delays a cached step, whose calls repeat those of the previous step
         key = _key_of(operation, operands, call, name)
         index = registry.route(key, name, is_optional, lambda: facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse))
     return None if index < 0 else registry.backends[index]
 
 
 def _key_of(operation: Operation, operands: tuple[Any, ...], call: Call, name: str) -> tuple[Any, ...]:
-    """Return a key of the call outside traced graphs: calls of equal keys have equal `facts_of`, which takes three times as long.
+    """Return a key of the call outside traced graphs. Equal keys imply equal `facts_of`, which takes three times as long.
 
     Raises:
-        InputError: when a tensor carries a tangent of forward-mode differentiation.
+        InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
     queries, keys = _routed(operation, operands)
     q, k = queries.q, keys.k
@@ -104,7 +104,7 @@ def _key_of(operation: Operation, operands: tuple[Any, ...], call: Call, name: s
 
 
 def _routed(operation: Operation, operands: tuple[Any, ...]) -> tuple[Queries, Keys]:
-    """Return the queries and the keys that a request is made of; of several Keys the selected ones bound the tokens."""
+    """Return the queries and keys that describe a request; with several Keys the selected branch's bound the tokens."""
     queries, keys = operands[0], operands[2 if operation is Operation.NSA else 1]
     assert isinstance(queries, Queries) and isinstance(keys, Keys)
     return queries, keys
@@ -116,7 +116,7 @@ def _stores(operands: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return True where a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
+    """Return True if a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
     if operation is Operation.SELECT:
         return False
     tensors = [q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
@@ -125,12 +125,12 @@ def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> b
 
 
 def name_for(operation: Operation, call: Call) -> str | None:
-    """Return the name that the call gives for `operation`, or "auto"; None where the branches that NSA replaces are named apart."""
+    """Return the name that the call gives for `operation`, or "auto"; None if it names branches that NSA replaces."""
     backend = call.backend
     if isinstance(backend, str):
         if backend == AUTO or operation.value in BRANCH_OPERATIONS or call.registry.has(operation, backend):
             return backend
-        # a plain name may be that of a backend of attention alone
+        # a plain name may belong to a backend without the other operations
         return None if operation is Operation.NSA else AUTO
     name = backend.get(operation.value, AUTO)
     are_apart = operation is Operation.NSA and name == AUTO and any(backend.get(each, AUTO) != AUTO for each in BRANCH_OPERATIONS)
@@ -138,12 +138,12 @@ def name_for(operation: Operation, call: Call) -> str | None:
 
 
 def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry, *, returns_lse: bool = False) -> dict[str, Any]:
-    """Return the request that a call makes, as the constants that `BackendRegistry.resolve_index` takes, also of a graph being traced.
+    """Return the request of a call as the constants that `BackendRegistry.resolve_index` takes, also while a graph is traced.
 
-    Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
+    Heads and head dimensions may be symbolic there (`dynamic=True`); `operator.index` specialises the graph to these sizes.
 
     Raises:
-        InputError: when a tensor carries a tangent of forward-mode differentiation.
+        InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
     queries, keys = _routed(operation, operands)
     q, layout, is_traced = queries.q, layout_of(queries, keys), torch.compiler.is_compiling()
@@ -154,7 +154,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
     if queries.start is not None:
         is_compressed = operation in (Operation.CMP, Operation.SELECT)
         num_keys = blocks.max_tokens(keys.max_count, geometry) if is_compressed else keys.max_count
-        # a growing cache does not route at every step
+        # so that a growing cache is not routed again at every step
         num_keys = num_keys if is_traced else 1 << max(num_keys - 1, 0).bit_length()
     if is_traced:
         batch, num_sequences, num_queries, num_keys = map(_length_bucket, (batch, num_sequences, num_queries, num_keys))
@@ -182,19 +182,19 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    """Return False where a tensor starts off a multiple of 16 bytes."""
+    """Return False if a tensor starts off a multiple of 16 bytes."""
     addresses = 0
     for x in tensors:
-        # subclasses, such as those that stand for shapes alone, may have no address
+        # tensor subclasses without storage have no address
         if type(x) in (Tensor, torch.nn.Parameter):
             addresses |= x.data_ptr()
     return addresses % 16 == 0
 
 
 def check_no_tangent(*tensors: Tensor) -> None:
-    """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs without a word."""
+    """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        # outside forward-mode differentiation nothing has one, and to ask each tensor takes longer
+        # only inside forward-mode differentiation, because asking each tensor takes longer
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise InputError(
@@ -204,7 +204,7 @@ def check_no_tangent(*tensors: Tensor) -> None:
 
 
 def _length_bucket(length: int) -> int:
-    """Return the next power of 8, so that a graph being traced serves a range of lengths."""
+    """Return the next power of 8, so that a traced graph serves a range of lengths."""
     bucket = 1
     while bucket < length:
         bucket *= 8
@@ -214,6 +214,6 @@ def _length_bucket(length: int) -> int:
 def explain_routing(request: BranchRequest, backend: str = AUTO, registry: BackendRegistry | None = None) -> RoutingDecision:
     """Return which backend would serve `request` and every reason against the others; str() of it is readable.
 
-    The request may describe a machine that is not here.
+    The request may describe another machine.
     """
     return (default_registry() if registry is None else registry).explain(request, backend)

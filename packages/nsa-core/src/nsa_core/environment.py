@@ -15,7 +15,7 @@ OURS = "nsa-"
 
 
 def describe_environment(packages: Iterable[str], folder: Path) -> dict[str, Any]:
-    """Return what `nsa-bench env` prints, as JSON values; what this machine lacks is None.
+    """Return what `nsa-bench env` prints, as JSON values; missing ones are None.
 
     `compute_capability` is "9.0" for (9, 0), `gpu` the first device's name, `cuda` the version that torch was built
     for, `commit` that of `folder`, with `-dirty` where files differ from it. `packages` holds the installed ones of `packages`.
@@ -43,12 +43,12 @@ def describe_environment(packages: Iterable[str], folder: Path) -> dict[str, Any
 
 
 def dotted(capability: tuple[int, int]) -> str:
-    """Return a compute capability as people write it: "9.0"."""
+    """Return a compute capability as text: "9.0"."""
     return ".".join(map(str, capability))
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed.
+    """Return the version of a package, or None if it is not installed.
 
     A package of this project states its version itself, also in a checkout that is not installed.
     """
@@ -78,7 +78,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the processor's name; the platform module has it everywhere but on Linux."""
+    """Return the processor's name; on Linux the platform module lacks it."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

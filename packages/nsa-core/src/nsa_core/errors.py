@@ -8,10 +8,10 @@ class NSAError(Exception):
     """
 
     is_refusal = False
-    """True where a configuration asks for what cannot be had: a command line ends with 2 then."""
+    """True if a configuration cannot be satisfied; a command line then exits with 2."""
 
     def in_one_line(self) -> str:
-        """Return the message as one line; the reasons against a backend stand on lines of their own."""
+        """Return the message as one line; without this, each reason against a backend has its own line."""
         return "; ".join(line.strip() for line in str(self).splitlines()).replace(":; ", ": ")
 
 
@@ -30,7 +30,7 @@ class CacheOverflowError(NSAError, RuntimeError):
 
 
 class BackendUnavailableError(NSAError, RuntimeError):
-    """A backend asked for by name cannot serve the request; the message lists every reason."""
+    """A backend selected by name cannot serve the request; the message lists every reason."""
 
     is_refusal = True
 

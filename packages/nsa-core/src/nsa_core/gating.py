@@ -14,12 +14,12 @@ def gates_from_logits(
 ) -> Tensor:
     """Return gates `(B, S, H, 3)` (cmp, slc, win), at least float32, from logits of the same shape.
 
-    `has_compressed` `(B, S)`: False where a token sees no compressed block. There the softmax gate gives that branch
+    `has_compressed` `(B, S)`: False if a token sees no compressed block. There the softmax gate gives that branch
     logit -inf, so that the others share 1; the sigmoid gate needs nothing, its branch contributes 0. A branch that is
     not in `branches` has gate 0. The sigmoid gate of all branches does not read `has_compressed`, which may be None.
 
     Raises:
-        InputError: where it is None and read.
+        InputError: if it is None and read.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
@@ -32,7 +32,7 @@ def gates_from_logits(
         return logits.sigmoid()
     if has_compressed is None:
         raise InputError("has_compressed is None (the softmax gate and absent branches read it); give bool (B, S)")
-    # filled on the device: a tensor made of a Python list would wait for its copy
+    # filled on the device: a tensor from a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
     seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}
     is_open = torch.stack([seen[name] if name in branches else torch.zeros_like(always) for name in BRANCHES], -1).unsqueeze(-2)
@@ -47,7 +47,7 @@ def gates_from_logits(
 def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor | None) -> Tensor:
     """Return the sum of gates `(B, S, H, 3)` times branch outputs `(B, S, H, D_v)`, in at least float32 (Eq. 5).
 
-    A branch that is None is absent. A row whose gradient is 0 passes 0 on, whatever its gates and outputs hold: later rows
+    A branch that is None is absent. A row whose gradient is 0 passes 0 on, for any gates and outputs: later rows
     are NaN where their scores overflow, and the product's own derivative would be 0 * NaN.
     """
     total = None

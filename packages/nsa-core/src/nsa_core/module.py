@@ -46,7 +46,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 def _of(module: nn.Module, branch: str) -> nn.Module:
-    """Return the module of `branch`: `module` itself where all branches share it."""
+    """Return the module of `branch`: `module` itself if all branches share it."""
     return module[branch] if isinstance(module, nn.ModuleDict) else module
 
 
@@ -89,7 +89,7 @@ class NativeSparseAttention(nn.Module):
             self._freeze_choice()
 
     def _build_keys_values(self, config: NSAConfig) -> None:
-        """Make `k_proj`, `v_proj` and `k_norm`: modules where all branches share them, else one of each by branch."""
+        """Make `k_proj`, `v_proj` and `k_norm`: plain modules if all branches share them, else one per branch."""
 
         def by_branch(make: Callable[[], nn.Module], branches: Iterable[str]) -> nn.Module:
             return make() if config.kv == "shared" else nn.ModuleDict({name: make() for name in branches})
@@ -104,7 +104,7 @@ class NativeSparseAttention(nn.Module):
 
     @property
     def _only_chooses(self) -> bool:
-        """Return True where compressed keys exist only to choose blocks."""
+        """Return True if compressed keys exist only to choose blocks."""
         return "slc" in self.config.branches and "cmp" not in self.config.branches
 
     @property
@@ -112,7 +112,7 @@ class NativeSparseAttention(nn.Module):
         return "cmp" in self.config.branches or "slc" in self.config.branches
 
     def _freeze_choice(self) -> None:
-        """Freeze what the choice of blocks alone reads, as no gradient comes from there."""
+        """Freeze parameters that only the choice of blocks reads: it gives them no gradient."""
         self.compress_k.requires_grad_(False)
         if self.config.kv == "shared":
             return
@@ -156,9 +156,9 @@ class NativeSparseAttention(nn.Module):
         )
 
     def _num_kv_heads(self) -> int:
-        """Return the KV heads that this rank's projections give: all, or with tensor parallelism a share."""
+        """Return the number of KV heads on this rank: all, or with tensor parallelism a share."""
         projection: Any = next(module for module in self.k_proj.modules() if isinstance(module, nn.Linear))
-        # not the rows of its weight, which FSDP cuts as well
+        # not the rows of its weight, which FSDP shards too
         return self.config.num_kv_heads // int(getattr(projection, "num_shares", 1))
 
     def forward(
@@ -181,7 +181,7 @@ class NativeSparseAttention(nn.Module):
 
         Raises:
             InputError: for a wrong shape or an unsupported combination of arguments.
-            CacheOverflowError: when the cache is too small.
+            CacheOverflowError: if the cache is too small.
         """
         self._check(x, cu_seqlens, max_seqlen, cache, query_count)
         if cache is not None:
@@ -217,7 +217,7 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != 3 or x.shape[2] != hidden:
             raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
         weight = self.q_proj.weight
-        # weights that something else keeps until a projection runs are on the meta device
+        # offloaded weights are on the meta device until a projection runs
         if not weight.is_meta:
             checks.check_device("x", x, "the layer", weight)
         is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
@@ -269,7 +269,7 @@ class NativeSparseAttention(nn.Module):
         """Return phi of the tokens' keys and values, rotated as the config says."""
         if keys is None:
             return None, None
-        # a choice carries no gradient, so nothing is kept for one
+        # a choice carries no gradient, so nothing is saved for one
         k_cmp = self._compress_keys(keys.detach() if self._only_chooses else keys, cu_seqlens)
         v_cmp = None if values is None else self.compress_v(block_windows(values, self.config.geometry, cu_seqlens).tokens)
         return k_cmp, v_cmp
@@ -325,7 +325,7 @@ class NativeSparseAttention(nn.Module):
             x, lambda heads: rotate_heads(heads, step.start, self.rope, config.geometry, config.backends, self.registry)
         )
         rows = {name: cache.new_rows(name, k, v) for name, (k, v) in pairs.items() if k is not None and name in cache.keys}
-        # a ring that would forget what a second try of this step needs takes the new tokens last
+        # the ring takes the new tokens last if a retry of this step needs what they overwrite
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
         cmp = self._append(cache, rows, step)
         win = cache.window(rows, step)
@@ -363,7 +363,7 @@ class NativeSparseAttention(nn.Module):
     ) -> Tensor:
         config = self.config
         has_compressed = None
-        # a step's small operations are what it waits for
+        # small operations dominate the time of a step
         if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:

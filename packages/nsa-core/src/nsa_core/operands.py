@@ -1,6 +1,6 @@
 """Queries and Keys from the keywords of a public operation, and every check of them.
 
-Types, shapes and extents are checked always; values on a CPU only, where reading them waits for nothing.
+Types, shapes and extents are checked always; values on a CPU only, where reading does not wait for a device.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from nsa_core.reference.rows import positions_of
 from nsa_core.varlen import cu_blocks_from_cu_seqlens
 
 INT32_MAX = 2**31 - 1
-"""Positions are int32, so no sequence is longer."""
+"""The longest sequence: positions are int32."""
 FP8 = (torch.float8_e4m3fn,)
 PageTables = Tensor | tuple[Tensor, Tensor] | None
 Pairs = Mapping[str, tuple[Tensor | None, Tensor | None]]
@@ -44,7 +44,7 @@ def queries_of(
         raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
     if cu_seqlens is not None and (query_count is not None or (query_start is not None and page_table is None)):
         raise InputError(
-            "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows lie over pages); "
+            "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows need pages); "
             "give query_start and page_table, or cu_seqlens alone"
         )
     check_queries(Queries(x, x.shape[1], cu_seqlens, query_start, query_count), "query_")
@@ -65,7 +65,7 @@ def queries_of(
 def keys_of(
     queries: Queries, pairs: Pairs, geometry: BlockGeometry, max_seqlen: int | None = None, page_table: PageTables = None
 ) -> dict[str, Keys | None]:
-    """Return Keys of the tensors `pairs`, by ending, that lie as the keywords of a public operation say; not checked yet.
+    """Return unchecked Keys of the tensors `pairs`, by ending, with the placement that a public operation's keywords give.
 
     Raises:
         InputError: for tensors of another rank than stores have, or page tables that do not fit the queries.
@@ -86,7 +86,7 @@ def keys_of(
         cu_seqlens = None
     elif cu_seqlens is not None and "_cmp" in pairs:
         cu_blocks = cu_blocks_from_cu_seqlens(cu_seqlens, geometry)
-    # no bool is an index here: Dynamo of torch 2.11 traces none
+    # no bool as index: Dynamo of torch 2.11 cannot trace one
     of_tokens, of_blocks = (tokens, cu_seqlens, tables[0]), (blocks.num_compressed_blocks(tokens, geometry), cu_blocks, tables[1])
     return {
         ending: None if k is None else Keys(k, k if v is None else v, *(of_blocks if ending == "_cmp" else of_tokens))
@@ -95,7 +95,7 @@ def keys_of(
 
 
 def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
-    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or that of compressed keys where it is alone."""
+    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or the compressed keys if there is no other."""
     rows = {ending: k.shape[1] for ending, (k, _) in pairs.items() if k is not None}
     for ending in rows:
         table = tables[1 if ending == "_cmp" else 0]
@@ -107,7 +107,9 @@ def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometr
 def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeometry) -> None:
     """Raise InputError unless a caller's `queries` are Queries and `keys` Keys, or None for an absent branch, with bounds on their rows."""
     if not isinstance(queries, Queries):
-        raise InputError(f"queries is a {type(queries).__name__} (the rule: Queries says where rows stand); use Queries(q, max_count)")
+        raise InputError(
+            f"queries is a {type(queries).__name__} (the rule: Queries holds the positions of rows); use Queries(q, max_count)"
+        )
     checks.check_query(queries.q)
     check_queries(queries, "queries.")
     longest = queries.q.shape[1] if queries.cu_seqlens is None else checks.longest_of(queries.cu_seqlens, 0)
@@ -116,7 +118,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
         if x is None:
             continue
         if not isinstance(x, Keys):
-            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys says where keys lie); use Keys(k, v, max_count)")
+            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys holds the positions of keys); use Keys(k, v, max_count)")
         check_ranks(x.k, x.v, ending, is_paged=x.page_table is not None)
         least = blocks.num_compressed_blocks(queries.max_count, geometry) if ending == "_cmp" else queries.max_count
         if queries.start is not None:
@@ -154,7 +156,7 @@ def check_queries(queries: Queries, prefix: str) -> None:
 
 
 def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> None:
-    """Raise InputError where Keys, by the ending of their names, do not fit the queries or each other."""
+    """Raise InputError if Keys, by the ending of their names, do not fit the queries or each other."""
     for ending, x in keys.items():
         if x is not None:
             _check_stores(queries.q, x, ending)
@@ -174,7 +176,7 @@ def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> N
 
 
 def _is_part(x: Keys) -> bool:
-    """Return True where the keys may be fewer than their sequence's."""
+    """Return True if the keys may be fewer than their sequence's."""
     return x.ring or x.first is not None
 
 
@@ -200,7 +202,9 @@ def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
     if shape[3] != head_dim:
         raise InputError(f"k{ending} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
     if other[:3] != shape[:3]:
-        raise InputError(f"v{ending} has shape {tuple(other)}, k{ending} {tuple(shape)} (equal but for the last); pair them up")
+        raise InputError(
+            f"v{ending} has shape {tuple(other)}, k{ending} {tuple(shape)} (equal except for the last size); pass matching tensors"
+        )
     if shape[2] < 1 or num_heads % shape[2]:
         raise InputError(
             f"k{ending} has {shape[2]} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"
@@ -235,14 +239,14 @@ def _check_fields(queries: Queries, x: Keys, ending: str) -> None:
 
 
 def _row_counts(queries: Queries) -> Tensor | int:
-    """Return the rows of each sequence that count."""
+    """Return the number of valid rows of each sequence."""
     if queries.cu_seqlens is not None:
         return queries.cu_seqlens.diff()
     return queries.q.shape[1] if queries.count is None else queries.count
 
 
 def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> int | None:
-    """Return the tokens up to the last query, None where they may not be read; raise InputError where they are more than `keys` bound."""
+    """Return the tokens up to the last query, or None if they may not be read; raise InputError where they are more than `keys` bound."""
     start, count, most = queries.start, queries.count, queries.q.shape[1]
     if not checks.can_read(start):
         return None
@@ -251,7 +255,7 @@ def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry
             f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S={most} "
             f"(positions start at 0, counts at most S); fix them"
         )
-    # compressed keys bound the tokens where no store holds them all
+    # if no store holds all tokens, compressed keys bound them
     whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
     bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
     reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
@@ -280,7 +284,7 @@ def _check_tokens(queries: Queries, x: Keys, ending: str) -> None:
 
 
 def _check_window(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry, reach: int | None) -> None:
-    """Raise InputError where keys that are a ring or a part of their sequence do not hold every key of their queries' windows."""
+    """Raise InputError if keys that are a ring or a part of their sequence do not hold every key of their queries' windows."""
     start, first, needed = queries.start, x.first, geometry.window_size - 1 + queries.max_count
     length = x.k.shape[1] * (1 if x.page_table is None else x.page_table.shape[1])
     if x.ring and length < min(needed, x.max_count if reach is None else reach):
@@ -325,20 +329,20 @@ def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
 
 def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
     """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
-    # on a GPU a tensor made of a Python number would wait for its copy
+    # on a GPU a tensor from a Python number would wait for its copy
     if queries.start is None or not checks.can_read(x.page_table):
         return
     rows, page_size = _row_counts(queries), x.k.shape[1]
     last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
     if _is_part(x):
-        # fewer tokens than the sequence has: how many, the checks of the window know
+        # fewer tokens than the sequence has; the window's checks know how many
         last_tokens = last_tokens.clamp(max=page_size * x.page_table.shape[1])
     stride = geometry.compression_stride if ending == "_cmp" else 1
     checks.check_page_table(x.page_table, last_tokens, f"k{ending}", x.k.shape[0], page_size * stride)
 
 
 def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
+    """Raise InputError if block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
     checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
     shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
     checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)

@@ -27,7 +27,7 @@ class ColwiseHeads(ColwiseParallel):
 
 
 class SummedGradients(ParallelStyle):
-    """For a module whose parameters are the same on all ranks and whose inputs are a rank's own heads: sums the gradients of all ranks."""
+    """Sums the gradients of all ranks, for a module with equal parameters on all ranks that each rank applies to its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -44,7 +44,7 @@ class SummedGradients(ParallelStyle):
 
 
 class ShardedTaps(ParallelStyle):
-    """For the convolution of `compressor="conv"`: each rank has the filters of its own heads."""
+    """For the convolution of `compressor="conv"`: each rank has the filters of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

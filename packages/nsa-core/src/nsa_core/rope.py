@@ -34,7 +34,7 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: Tensor) -> RopeTables:
         """Return the float32 tables of integer `positions` `(S,)` or `(B, S)`."""
-        # a fake tensor may not meet a kept one
+        # fake tensors cannot be combined with cached real ones
         frequencies = self.kept_frequencies(positions.device) if type(positions) is Tensor else self._both_frequencies(positions.device)
         angles, factor = positions.to(torch.float32).unsqueeze(-1) * frequencies, self.attention_factor()
         cos, sin = angles.cos(), angles.sin()
@@ -61,7 +61,7 @@ class RotaryEmbedding(nn.Module):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._both_frequencies(device)
         with torch.inference_mode(False), torch.no_grad():
-            # this copy waits, so that every stream finds them written
+            # a blocking copy, so that every stream can read them
             found = self._both_frequencies(torch.device("cpu")).to(device)
         if type(found) is Tensor:
             _KEPT[key] = found
@@ -110,7 +110,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def unrotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Return x; it stands where a rotation at `positions` may stand."""
+    """Return x unchanged: a rotation that does nothing."""
     return x
 
 
@@ -118,7 +118,7 @@ def rotate(x: Tensor, tables: RopeTables) -> Tensor:
     """Return x `(B, S, H, D)` with its halves rotated, computed in at least float32, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = wide.chunk(2, -1)
-    # whole rows at a time: half as many steps forward and backward as half by half
+    # whole rows at a time: half as many operations as for each half separately
     return torch.addcmul(wide * tables.cos.unsqueeze(-2), torch.cat([second, first], -1), tables.sin.unsqueeze(-2)).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of selection: from compressed attention weights to chosen blocks (Eq. 9-11). No attention happens here."""
+"""The arithmetic of selection: from compressed attention weights to chosen blocks (Eq. 9-11)."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ def pool_importance(weights: Tensor, geometry: BlockGeometry, num_blocks: int) -
     """Return the importance `(..., num_blocks)` of selection blocks from weights `(..., C)` of compressed blocks (Eq. 9).
 
     Each compressed block counts by its overlap with the selection block, in strides: 1, 2, 2, 2, 1 for l=32, d=16,
-    l'=64. The sum runs over ascending compressed blocks, whatever C and `num_blocks` are, so its rounding depends on
-    nothing else.
+    l'=64. The sum runs over ascending compressed blocks, for any C and `num_blocks`, so its rounding
+    depends on nothing else.
     """
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
@@ -41,7 +41,7 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor").unsqueeze(-1)
     candidate = (block <= own).expand(importance.shape)
     forced = candidate & ((block < geometry.num_initial_blocks) | (block > own - geometry.num_local_blocks))
-    # NaN, from scores that overflowed, counts as 0, so that a row keeps its forced blocks and its number of blocks
+    # NaN, from overflowed scores, counts as 0, so that a row keeps its forced blocks and its number of blocks
     scores = importance.nan_to_num(nan=0.0).masked_fill(~candidate, float("-inf")).masked_fill(forced, float("inf"))
     return _ascending(_highest(scores, candidate, geometry.num_selected_blocks), geometry.num_selected_blocks)
 

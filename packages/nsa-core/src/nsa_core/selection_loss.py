@@ -16,13 +16,13 @@ from nsa_core.errors import InputError
 from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens, positions_from_cu_seqlens, sequence_ids
 
 NUM_SAMPLES = 256
-"""Queries of a layer whose blocks are compared in a training step."""
+"""Sampled queries of a layer in a training step."""
 CHUNK = 32
-"""Queries whose scores over all keys exist at a time, without a gradient."""
+"""Queries whose scores over all keys are in memory at a time, without a gradient."""
 
 
 class Rows(NamedTuple):
-    """Sampled rows of q, and where they stand. m rows."""
+    """The m sampled rows of q, and their positions."""
 
     row: Tensor
     """(m,) int64, among all rows of the batch"""
@@ -38,7 +38,7 @@ class SelectionLoss:
     """Attach as `layer.selection_loss` to take the loss of a layer's training passes; read `value` after each."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        """Sample so many queries a pass."""
+        """Sample `num_samples` queries in each pass."""
         self.num_samples = num_samples
         self.offset: Tensor | None = None
         """0 to 1, on the layer's device: which queries are sampled; None: 0."""
@@ -78,8 +78,8 @@ def block_mass(
 ) -> Tensor:
     """Return the mass `(m, num_groups, N)` that dense causal attention of some queries puts into each selection block; a row sums to 1.
 
-    The mass of a group is the mean over its heads. Scores and sums are in at least float32, also under autocast. Scores of `CHUNK` queries
-    exist at a time, never S x S of them. Blocks count from the start of the query's own sequence; those after the query have mass 0.
+    The mass of a group is the mean over its heads. Scores and sums are in at least float32, also under autocast. Only the scores of `CHUNK` queries
+    are in memory at a time. Blocks count from the start of the query's own sequence; those after the query have mass 0.
 
     Args:
         q: `(B, S, H, D_k)`, rotated; packed: `(1, total, H, D_k)`.
@@ -126,9 +126,9 @@ def selection_loss(
 ) -> Tensor:
     """Return the loss, a float32 scalar: the mean over sampled queries with a choice, and over KV heads, of mass * KL(dense || importance).
 
-    Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention that lies in
-    them: a query that attends elsewhere teaches little. Dense attention is averaged over the heads of a group. Gradients flow to `q` and
-    `k_cmp` through the importance alone, never to the target.
+    Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention in
+    them: a query that attends elsewhere counts little. Dense attention is averaged over the heads of a group. Gradients flow to `q` and
+    `k_cmp` through the importance only, never to the target.
 
     Args:
         q: `(B, S, H, D_k)`; packed: `(1, total, H, D_k)`.
@@ -139,7 +139,7 @@ def selection_loss(
         scale: of scores; None: D_k ** -0.5.
         cu_seqlens: int32 `(N + 1,)`, bounds of packed sequences.
         max_seqlen: host bound on the tokens of a sequence; None: S.
-        query_count: int32 `(B,)`, valid rows of each sequence; the others teach nothing. None: all.
+        query_count: int32 `(B,)`, valid rows of each sequence; the others are ignored. None: all.
         target: `(m, G, N)`, the mass of dense attention of `rows` by block, such as a teacher's; None: `block_mass` of `q` and `k`.
 
     Raises:
@@ -187,7 +187,7 @@ def _bounds(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.de
 
 
 def _located(rows: Tensor, bounds: Tensor, total: int) -> Rows:
-    """Return where each of `rows` `(m,)`, of `total` rows in all, stands in the sequences of `bounds`."""
+    """Return where each of `rows` `(m,)`, of `total` rows in all, is in the sequences of `bounds`."""
     sequence = sequence_ids(bounds, total)[rows]
     start = bounds[sequence]
     return Rows(rows, sequence, start, rows - start)
@@ -202,13 +202,13 @@ def _importance(queries: Tensor, keys: Tensor, rows: Rows, block_bounds: Tensor,
     num_visible = compressed_lengths(rows.position + 1, geometry).unsqueeze(1)
     visible = ((row >= first) & (row < first + num_visible))[:, None, None]
     scores = torch.einsum("mghd,cgd->mghc", queries, keys)
-    # a row that sees nothing: softmax of equal scores, then 0, so that no gradient is NaN
+    # a row that sees nothing gets the softmax of equal scores, then 0, so that no gradient is NaN
     weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1).masked_fill(~visible, 0.0)
     return weights.sum(2) @ _overlaps(positions_from_cu_seqlens(block_bounds, len(keys)), geometry, num_blocks)
 
 
 def _overlaps(index: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
-    """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` lie in each selection block (Eq. 9)."""
+    """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` each selection block holds (Eq. 9)."""
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
     return torch.stack([_one_hot((index + part) // strides, num_blocks) for part in range(reach)]).sum(0)

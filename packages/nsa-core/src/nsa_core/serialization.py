@@ -15,7 +15,7 @@ from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, scaling_field
 from nsa_core.errors import ConfigError, NSAError
 
 MOST_NESTED = 8
-"""Parts of a dotted key, and values inside one another; a configuration has three of either."""
+"""Most parts of a dotted key, and deepest nesting of values; a configuration has three of either."""
 _STRINGS_AND_COMMENTS = re.compile(
     r"""
       \"{3} (?: \\. | [^\\] )*? (?: \"{3} | \\?\Z )
@@ -26,13 +26,13 @@ _STRINGS_AND_COMMENTS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""A string that is not closed ends with the text; tomllib refuses it then."""
+"""An unclosed string ends with the text; tomllib then refuses it."""
 _LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
 _LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
 
 
 def config_to_dict(config: NSAConfig) -> dict[str, Any]:
-    """Return `config` as nested dicts, lists, strings and numbers; what is None is left out (TOML has no null)."""
+    """Return `config` as nested dicts, lists, strings and numbers; None is left out (TOML has no null)."""
     return _converter().unstructure(config)  # type: ignore[no-any-return]
 
 
@@ -59,7 +59,7 @@ def config_from_toml(text: str) -> NSAConfig:
     """Return the config of a TOML document.
 
     Raises:
-        ConfigError: where the text is no TOML, or its keys or values are refused.
+        ConfigError: if the text is no TOML, or its keys or values are refused.
     """
     try:
         values = toml_tables(text)
@@ -69,10 +69,10 @@ def config_from_toml(text: str) -> NSAConfig:
 
 
 def toml_tables(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML document that nests keys and values at most 8 deep, in a time in proportion to its length.
+    """Return the tables of a TOML document that nests keys and values at most 8 deep, in time proportional to its length.
 
     Raises:
-        ValueError: where it nests deeper, spells a number of more than 64 digits, or is no TOML.
+        ValueError: if it nests deeper, has a number of more than 64 digits, or is no TOML.
     """
     _refuse_nesting(text)
     return tomllib.loads(text)
@@ -99,10 +99,10 @@ def _line_of(found: re.Match[str], text: str) -> int:
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
-    # innermost first: a class's hook is made from those of its fields
+    # innermost first: a class's hook uses those of its fields
     for cls in (BlockGeometry, RopeScaling, NSAConfig):
         converter.register_unstructure_hook(cls, _without_none(make_dict_unstructure_fn(cls, converter)))
-    # values are judged by the config itself, which names field and rule; cattrs would turn "3" into 3
+    # the config itself checks values and names field and rule; cattrs would turn "3" into 3
     converter.register_structure_hook_func(lambda annotation: _attrs_class(annotation) is None, lambda value, _: value)
     for scalar in (int, float, str):
         converter.register_structure_hook(scalar, lambda value, _: value)
@@ -118,7 +118,7 @@ def _without_none(unstructure: Any) -> Any:
 
 
 def _by_field_names(values: Any) -> Any:
-    """Return `values` with our names of the fields of `rope_scaling`; what is no table stays as it is."""
+    """Return `values` with our names of the fields of `rope_scaling`; a value that is no table is unchanged."""
     scaling = values.get("rope_scaling") if isinstance(values, Mapping) else None
     return {**values, "rope_scaling": scaling_fields(scaling)} if isinstance(scaling, Mapping) else values
 
@@ -156,7 +156,7 @@ def _first_reason(error: BaseException) -> ConfigError:
 
 
 def toml_document(tables: Mapping[str, Any], path: str = "") -> str:
-    """Return nested `tables` as a TOML document; `path`: the dotted name of the table that holds them, with a dot behind it."""
+    """Return nested `tables` as a TOML document; `path`: the dotted name of the table that holds them, with a trailing dot."""
     lines = [f"{_toml_key(key)} = {toml_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def toml_value(value: object) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    # JSON lets DEL stand as it is, TOML does not
+    # JSON leaves DEL unescaped, TOML does not allow that
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -24,13 +24,13 @@ class Reads(NamedTuple):
 def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> Reads:
     """Return the reads of queries at `positions` `(B, S)` (-1: none) with `block_indices` `(B, S, G, n)`."""
     size, stride, width = geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size
-    # a cached step waits for each of these operations; at position -1 every term below is 0
+    # each operation delays a cached step; at position -1 every term below is 0
     ends = positions + 1
     blocks = torch.div(ends + (stride - size), stride, rounding_mode="floor").clamp(min=0)
     rest = blocks + ends.clamp(max=geometry.window_size)
-    # all tokens so far, or as many whole blocks as are chosen with a part of the query's own
+    # all tokens so far, or the chosen whole blocks and a part of the query's own
     predicted = torch.minimum(ends, positions.remainder(width) + (1 + (geometry.num_selected_blocks - 1) * width))
-    # a chosen block gives what of it is not after the query; -1, none, becomes a block behind every query
+    # a chosen block counts its tokens up to the query; -1, none, becomes a block after every query
     given = torch.sub(ends[..., None, None], block_indices & torch.iinfo(torch.int32).max, alpha=width).clamp(0, width)
     actual = given.sum(-1) + rest.unsqueeze(-1)
     if positions.shape[1] == 1:
@@ -42,7 +42,7 @@ class AttentionObserver:
     """Callbacks of a running `nsa_attention`; every method does nothing until it is overridden."""
 
     needs_branches = False
-    """True: it wants each branch's output, so the branches run one by one."""
+    """True if it needs each branch's output; then the branches run one by one."""
 
     def record_route(self, operation: str, backend: str) -> None:
         """Note that `backend` runs `operation`."""
@@ -120,7 +120,7 @@ class LayerTelemetry(AttentionObserver):
         self.figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
         self.figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
-        # initial and local blocks lie at the ends of the candidates 0 .. own, and there are no more than candidates
+        # initial and local blocks are at the ends of the candidates 0 .. own, and not more than these
         forced = (own + 1).clamp(max=geometry.num_initial_blocks + geometry.num_local_blocks).unsqueeze(-1)
         self.figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
         self.figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
@@ -134,7 +134,7 @@ class LayerTelemetry(AttentionObserver):
 
 
 def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
-    """Return the mean share of a query's blocks that the query before it in the same sequence chose as well."""
+    """Return the mean share of a query's blocks that the previous query of the same sequence also chose."""
     here, before = block_indices[:, 1:], block_indices[:, :-1]
     follows = (positions[:, 1:] == positions[:, :-1] + 1) & (positions[:, 1:] > 0)
     shared = sum((here == before[..., slot, None]) & (here >= 0) for slot in range(before.shape[-1]))
@@ -144,7 +144,7 @@ def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of x over the elements that count, NaN where none does; nothing is picked out, which would wait."""
+    """Return the mean of x over the elements that count, NaN where none does; indexing would wait for the device."""
     kept = counts.expand(x.shape)
     return torch.where(kept, x, 0).sum(dtype=torch.float64) / kept.sum()
 

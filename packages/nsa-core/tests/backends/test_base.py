@@ -1,4 +1,4 @@
-"""What a backend says of itself, and what is asked of it: plain data."""
+"""Capabilities of backends, and requests: plain data."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_what_a_capability_says_is_incapable():
 def test_a_gradient_of_lse_that_may_come_is_policy_since_the_backward_pass_alone_knows():
     found = Capability(lse_gradient=False).reasons_against(request(needs_grad=True, needs_lse_grad=True))
     assert [str(reason) for reason in found] == ["policy: lse may get a gradient (it differentiates out alone)"]
-    # Eq. 5 drops lse, and a backend that is forward only says so instead
+    # Eq. 5 does not return lse; a forward-only backend has another reason
     assert not Capability(lse_gradient=False).reasons_against(request(needs_grad=True))
     assert messages(Capability(gradient=False, lse_gradient=False), needs_grad=True, needs_lse_grad=True) == [
         "gradients are needed (forward only)"

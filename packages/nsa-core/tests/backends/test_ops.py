@@ -1,4 +1,4 @@
-"""Custom ops that two plain functions declare: declared again, differentiated twice, without gradients."""
+"""Custom ops declared from two plain functions: repeated declarations, second derivatives, no gradients."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_second_declaration_replaces_the_first():
 
 
 def test_torch_gets_an_op_once_however_often_it_is_declared(monkeypatch):
-    """torch 2.11 crashes where an op is taken back and declared anew."""
+    """torch 2.11 crashes when an op is deregistered and registered again."""
     defined, define, library = [], torch.library.Library.define, torch.library.Library
     monkeypatch.setattr(library, "define", lambda self, schema, **keywords: defined.append(schema) or define(self, schema, **keywords))
     monkeypatch.setattr(library, "_destroy", lambda self: pytest.fail("an op was taken back"))

@@ -33,7 +33,7 @@ CUDA_ONLY = Capability(device_types=("cuda",))
 
 @define(kw_only=True, eq=False)
 class CountingBackend:
-    """A backend that counts how often it is asked and called; it answers with ones."""
+    """A backend that counts its queries and calls; it returns ones."""
 
     name: str = "counting"
     operation: Operation = Operation.WIN
@@ -60,7 +60,7 @@ class CountingBackend:
 
 
 class HopperKernel(CountingBackend):
-    """A backend as the kernel packages have them: CUDA from 8.0 on, and on 8.9 only where it is named."""
+    """A backend as the kernel packages have them: CUDA from 8.0 on, and on 8.9 only if it is named."""
 
     def reasons_against(self, request):
         found = Capability(device_types=("cuda",), min_compute_capability=(8, 0)).reasons_against(request)
@@ -125,7 +125,7 @@ def test_auto_without_an_eligible_backend_names_every_reason_of_each():
     for said in ("device cpu (needs cuda)", "head dimension 64 (at most 32)", "slow (preference 1): policy: s"):
         assert said in str(caught.value)
     assert str(caught.value).startswith(
-        "no backend serves this request (backend='auto' takes one that nothing stands against); "
+        "no backend serves this request (backend='auto' takes an eligible one); "
         "name one that only policy refuses, or fix the reasons against them:\n"
     )
     with pytest.warns(UserWarning, match="against policy"):

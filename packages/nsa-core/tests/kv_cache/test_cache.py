@@ -1,4 +1,4 @@
-"""The cache: any split of a sequence gives what one pass gives, and nothing is kept, counted or forgotten wrongly."""
+"""The cache: any split of a sequence gives what one pass gives, and stores, counts and rollbacks are right."""
 
 import attrs
 import pytest
@@ -29,7 +29,7 @@ def int32(values):
 
 
 def ring_rows(ring, new):
-    """New rows (B, m, 1, 1) of a ring that has keys alone."""
+    """New rows (B, m, 1, 1) of a ring that has only keys."""
     return NewRows(Keys(ring, ring, ring.shape[1], ring=True), new, None)
 
 
@@ -183,7 +183,7 @@ def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_
     for step in range(num_steps):
         counts = [cut[step] for cut in cuts]
         rows = max(counts) + 1
-        # rows that do not count hold rubbish
+        # invalid rows hold arbitrary numbers
         x = torch.full((3, rows, 8), 1e3, dtype=torch.float64)
         for b, count in enumerate(counts):
             x[b, :count] = sequences[b][0, done[b] : done[b] + count]
@@ -374,7 +374,7 @@ def test_reordered_by_indices_that_are_not_read_every_sequence_gets_the_largest_
     cache.end_step(cache.begin_step(2, int32([0, 2])))
     with pytest.raises(CacheOverflowError, match="sequence 1 would hold 21 tokens"):
         cache.begin_step(1, None)
-    # sequence 1 has won back 2 of the 3 that the first one had gone back by
+    # sequence 1 has regained 2 of the 3 tokens that the first crop used up
     with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 2 from 18"):
         cache.crop([2, 3])
     with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 4 from 20"):
@@ -411,7 +411,7 @@ def test_reordered_sequences_keep_the_rollback_that_they_used_up(random_layer, r
 def test_a_crop_below_a_bound_that_was_not_read_stops_at_0():
     cache = NSACache(CONFIG, 1, 20)
     cache.end_step(cache.begin_step(3, None))
-    # what a reorder by indices on a GPU may leave
+    # as after a reorder by indices on a GPU
     cache.bounds.held = torch.tensor([10])
 
     cache.crop(5)
@@ -616,7 +616,7 @@ def test_under_autocast_a_wider_cache_gives_the_very_numbers_of_one_in_its_dtype
     def decode(**options):
         with torch.autocast("cpu", torch.bfloat16):
             cache = layer.new_cache(2, 19, **options)
-            # the steps cut compressed blocks, so that phi reads remembered tokens beside new ones
+            # the steps cut compressed blocks, so that phi reads remembered and new tokens
             pieces = [layer(x[:, start:stop], cache=cache) for start, stop in ((0, 11), (11, 14), (14, 19))]
             return cache.dtype, torch.cat(pieces, 1), layer(x)
 
@@ -697,7 +697,7 @@ class ScatteredSlots(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 def test_a_ring_writes_a_slot_once_at_most(rows):
-    # of two writes to one slot, a GPU keeps whichever it likes
+    # of two writes to one slot, a GPU keeps either
     ring = torch.zeros(2, 4, 1, 1)
 
     with ScatteredSlots() as scattered:
@@ -797,7 +797,7 @@ def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_la
         layer(x[:, 20:24], cache=cache)
     layer.o_proj.forward = project
 
-    # the rings hold the step's tokens already, in place of those that a rollback by more than 2 would read
+    # the rings already hold the step's tokens, which replaced those that a rollback by more than 2 would read
     with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 3"):
         cache.crop(3)
     assert_close(layer(x[:, 20:], cache=cache), whole[:, 20:])

@@ -12,7 +12,7 @@ CONFIG = {kv: NSAConfig(8, 4, 2, 6, 5, geometry=GEOMETRY, gate_hidden_size=8, kv
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    # it loads triton, which must not happen while tests are collected
+    # imported late: it loads triton, which must not happen during collection
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -28,7 +28,7 @@ def num_graphs():
 
 
 def decode(step, x, cache, start):
-    """The outputs of tokens `start` onwards, one by one, and the graphs that the tokens after the first one cost."""
+    """The outputs of tokens `start` onwards, one by one, and the number of graphs compiled after the first token."""
     outs = [step(x[:, start : start + 1], cache=cache)]
     compiled = num_graphs()
     outs += [step(x[:, t : t + 1], cache=cache) for t in range(start + 1, x.shape[1])]

@@ -1,4 +1,4 @@
-"""A cache whose tokens lie in FP8: the two rules of the specification, and its bytes."""
+"""A cache with FP8 tokens: the two rules of the specification, and its bytes."""
 
 import attrs
 import pytest

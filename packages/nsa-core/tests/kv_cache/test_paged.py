@@ -96,7 +96,7 @@ def test_a_page_that_others_share_is_never_written(random_layer, random_input, s
         with pytest.raises(CacheOverflowError, match=r"sequences \[0, 1\] lost tokens"):
             cache.check()
     else:
-        with pytest.raises(CacheOverflowError, match=r"sequence 0 would hold 11 tokens \(its own pages have room for 0\); use reserve"):
+        with pytest.raises(CacheOverflowError, match=r"sequence 0 would hold 11 tokens \(its pages have room for 0\); use reserve"):
             layer(x[:, :1], cache=cache)
 
     assert all(torch.equal(cache.keys[name][:-1], x) for name, x in zip(("slc", "cmp"), before, strict=True))
@@ -207,7 +207,7 @@ def test_a_cache_without_pages_reserves_none(random_layer):
 
 
 def test_a_sequence_that_adds_nothing_loses_nothing(random_layer, random_input):
-    """Sequences of a shared page, and without pages, take no row; that is no loss where none was wanted."""
+    """Sequences with a shared page, or without pages, take no row; that is no loss if the step has none for them."""
     layer = random_layer(CONFIG)
     cache = layer.new_cache(3, 30, static=True, page_size=8)
     cache.reserve(0, 14, length=0)

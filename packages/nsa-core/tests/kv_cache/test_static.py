@@ -325,7 +325,7 @@ def test_a_cache_without_a_bound_grows_under_crops_and_reorders(random_layer, ra
 
 
 class CountedOperations(TorchDispatchMode):
-    """Counts the operations that compute something: what makes a view or allocates is no kernel on a GPU."""
+    """Counts operations that launch a kernel on a GPU: views and allocations do not."""
 
     FREE = (
         *("view", "_unsafe_view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "split"),
@@ -367,7 +367,7 @@ class KernelsElsewhere:
 
 @pytest.mark.parametrize(("kv", "count_reads", "expected"), [("separate", False, 20), ("shared", False, 16), ("separate", True, 40)])
 def test_a_layers_step_takes_few_operations_beside_those_of_backends(kv, count_reads, expected):
-    """On a GPU each is a launch, and a step of one token waits for little else."""
+    """On a GPU each is a launch, and launches dominate a step of one token."""
     registry = BackendRegistry(tuple(map(KernelsElsewhere, (Operation.NSA, Operation.APPEND, Operation.ROTATE))))
     with torch.device("meta"):
         layer = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv), registry=registry).bfloat16().eval()

@@ -1,4 +1,4 @@
-"""Plug-ins are loaded one by one from entry points; a broken one is listed and takes nothing down."""
+"""Plug-ins are loaded one by one from entry points; a broken one is listed and breaks nothing else."""
 
 import itertools
 import sys
@@ -54,7 +54,7 @@ BROKEN = {
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """Give a function that makes an entry point of a module's source."""
+    """Return a function that makes an entry point from a module's source."""
     monkeypatch.syspath_prepend(tmp_path)
     numbers = itertools.count()
     made = []

@@ -209,7 +209,7 @@ def test_a_key_of_minus_infinity_counts_as_hidden(name: str, head_dim_v: int) ->
     inputs = make_inputs(shape, torch.float64)
     operation, k, v = operations(shape, inputs, None)[name]
     q, k = inputs.q.abs(), k.clone()
-    # far below the others in every row, and no row sees it alone
+    # far below the others in every row, and never the only one that a row sees
     k[:, 2] = -1e6
     usual = gradients(operation, 28, q, k, v, of="out and a row of lse")
     k[:, 2] = float("-inf")

@@ -1,4 +1,4 @@
-"""What must hold of every backend, for drawn shapes around every edge."""
+"""Properties of every backend, for drawn shapes around every edge."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ PLACES = {
     "sdpa-float64": Where(dtype=torch.float64),
     "sdpa-float64-shared-keys": Where(dtype=torch.float64, has_shared_keys=True),
     "sdpa-float32": Where(dtype=torch.float32),
-    # packed rows as they lie, where small sizes would be padded to a batch
+    # packed rows without padding, which small sizes would get
     "sdpa-float32-not-padded": Where(dtype=torch.float32),
-    # the same loops cut as finely as they go, with gathered blocks where small sizes would be masked
+    # the same loops in the smallest steps, with gathered blocks instead of the masks that small sizes would get
     "sdpa-float64-one-row-steps": Where(dtype=torch.float64),
 }
 

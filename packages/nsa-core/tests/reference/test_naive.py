@@ -37,7 +37,7 @@ def compressed(x: Tensor, geometry: BlockGeometry) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """torch's attention in our layout; mask (S, T) or (B, S, H, T), True where a key is seen."""
+    """torch's attention in our layout; mask (S, T) or (B, S, H, T), True if a key is seen."""
     mask = mask if mask.dim() == 2 else mask.transpose(1, 2)
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)

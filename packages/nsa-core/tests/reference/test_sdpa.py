@@ -332,7 +332,7 @@ def test_a_window_of_the_last_tokens_stands_beside_pages() -> None:
     # pages have no batch, the window has
     with pytest.raises(InputError, match="k_win"):
         step(*(torch.cat([x, x[:1]]) for x in window))
-    # a backend of all branches in one is asked over a cache as well
+    # a fused backend is also considered with a cache
     registry = BackendRegistry((*sdpa.sdpa_backends(), WholeOperation()))
     with pytest.raises(AssertionError, match="asked for"):
         step(*window, registry=registry)
@@ -340,7 +340,7 @@ def test_a_window_of_the_last_tokens_stands_beside_pages() -> None:
 
 @frozen
 class WholeOperation:
-    """A backend of all branches in one that says when it is asked."""
+    """A fused backend that records when routing considers it."""
 
     name: str = "whole"
     operation: Operation = Operation.NSA
@@ -390,7 +390,7 @@ def test_rubbish_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, hea
     inputs = make_inputs(Shape(num_queries=40, head_dim_v=head_dim_v), torch.float32)
     token, window = 21, SMALL.window_size
     dout = torch.ones(1, 40, 4, head_dim_v)
-    # a gradient of lse keeps the fused operator out
+    # a gradient of lse excludes the fused operator
     tensors = [inputs.q, inputs.k_win, inputs.v_win, dout] + [torch.ones(1, 40, 4)] * (place == 4)
     results = []
     for value in (None, rubbish):
@@ -626,7 +626,7 @@ def test_tiles_cover_every_row_that_sees_something_exactly_once(branch: str, mon
 def test_tiles_say_which_rows_see_something(branch: str, masked_ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "MASKED_RATIO", masked_ratio)
     indices = random_block_indices(Shape(num_queries=150), holes=True)
-    # a block after the query's own counts as absent: on a GPU nobody has looked
+    # a block after the query's own counts as absent: on a GPU indices are not checked
     indices[:, :60] = 10
     for tile in dense_tiles(branch, Shape(num_queries=150), indices, SMALL):
         expected = tile.visible.any(-1)

@@ -1,4 +1,4 @@
-"""The kit that judges backends: one wrong choice is caught, and no near tie hides one."""
+"""The conformance kit: it catches one wrong choice, and no near tie hides one."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_one_geometry_leaves_every_free_block_to_scores_and_another_has_equal_bl
 
 @frozen
 class WrongInOneRow:
-    """The reference, but the lowest free block of one row gives way to the first one that was not chosen."""
+    """The reference, but one row has the first block that was not chosen instead of its lowest free block."""
 
     name: str = "wrong"
     operation: Operation = Operation.SELECT
@@ -234,7 +234,7 @@ def test_a_window_backend_that_is_wrong_over_a_ring_is_caught(monkeypatch: pytes
 
 @frozen
 class Spoiled(Composed):
-    """A backend of APPEND, ROTATE or CHOOSE whose call is given."""
+    """A backend of APPEND, ROTATE or CHOOSE with the given call."""
 
     call: Any = None
     name: str = "spoiled"
@@ -244,12 +244,12 @@ class Spoiled(Composed):
 
 
 def one_row_more(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
-    """Write a row that does not count."""
+    """Write an invalid row."""
     APPEND(rows, blocks, start, count + (count < rows[0].k.shape[1]).to(count), **options)
 
 
 def blocks_first_written(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
-    """Let the ring of raw tokens take the step's own before blocks are emitted."""
+    """Write the step's tokens to the raw ring before blocks are emitted."""
     if blocks is not None:
         append.write_rows(blocks.raw._replace(v=None), start, count)
     APPEND(rows, blocks, start, count, **options)
@@ -262,7 +262,7 @@ def unrotated(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: A
 
 
 def raw_always_written(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
-    """Write the ring of raw tokens although it is not among the rows."""
+    """Write the ring of raw tokens even if it is not among the rows."""
     APPEND(rows, blocks, start, count, **options)
     if blocks is not None:
         append.write_rows(blocks.raw._replace(v=None), start, count)
@@ -309,12 +309,12 @@ def turned_back(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding)
 
 
 def keys_as_they_are(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
-    """Rotate q alone."""
+    """Rotate only q."""
     return *rotate_step(heads[:1], start, rope), *heads[1:]
 
 
 def in_place(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
-    """Rotate what the caller still holds."""
+    """Rotate the caller's tensors in place."""
     return tuple(x.copy_(turned) for x, turned in zip(heads, rotate_step(heads, start, rope), strict=True))
 
 

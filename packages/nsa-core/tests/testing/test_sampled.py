@@ -1,4 +1,4 @@
-"""Right results pass, wrong ones do not, however small their numbers are."""
+"""Right results pass and wrong ones do not, for numbers of any size."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GEOMETRY = BlockGeometry(8, 4, 8, 6, window_size=16)
 
 
 class Operation:
-    """An operation of nsa_core with its operands, and the judge's expectation of it."""
+    """An operation of nsa_core with its operands and expected values."""
 
     def __init__(self, operation, dtype, seq_len=300, *, lengths=None, geometry=GEOMETRY):
         shape = Shape(geometry=GEOMETRY, num_queries=seq_len, lengths=lengths, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=8)
@@ -141,7 +141,7 @@ def test_what_is_not_finite_is_wrong_on_any_row():
 
 
 def spoiled(dtype, operation, rows, share):
-    """Return the check of a right forward pass whose late or early rows are off by a share of their largest value."""
+    """Return the check of a forward pass whose late or early rows are off by a share of their largest value."""
     tried = Operation(operation, dtype, 3000)
     expected = tried.expected
     values = forward_values(tried.run, tried.operands, expected)
@@ -186,7 +186,7 @@ def test_late_rows_share_in_the_gradients_of_keys_is_seen():
 
 def test_near_ties_count_neither_in_outputs_nor_in_gradients():
     tried = Operation("nsa", torch.float32)
-    # two blocks of equal keys score equally: whoever needs one of them has a tie
+    # two blocks of equal keys score equally: a row that needs one of them has a tie
     with torch.no_grad():
         tried.inputs.k_cmp.copy_(tried.inputs.k_cmp[:, :1].expand_as(tried.inputs.k_cmp))
     expected = tried.expected

@@ -57,7 +57,7 @@ def compile_cached(source: Path, architecture: str, folder: Path | None = None) 
     try:
         cubin_cache.write(folder, key, cubin)
     except OSError as error:
-        return Compiled(cubin, f"the cache {folder} cannot be written ({error.strerror}); every process compiles {source.name} anew")
+        return Compiled(cubin, f"the cache {folder} cannot be written ({error.strerror}); every process compiles {source.name} again")
     return Compiled(cubin)
 
 
@@ -186,7 +186,7 @@ def make_context_current(device: int) -> None:
     """
     from cuda.bindings import driver
 
-    # without a context the call fails
+    # the call fails without a context
     status, current = driver.cuCtxGetDevice()
     if status != driver.CUresult.CUDA_SUCCESS or int(current) != device:
         from cuda.core import Device

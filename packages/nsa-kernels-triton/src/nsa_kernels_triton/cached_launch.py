@@ -13,9 +13,9 @@ _INT32 = range(-(2**31), 2**31)
 class CachedLaunch:
     """A jit function that looks up its compiled kernels itself; call it as usual: `kernel[grid](*arguments, **constants)`.
 
-    Two keys differ where Triton compiles two kernels on NVIDIA's GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
-    a whole number's part, below 2**63, is whether it is 1, divides by 16, and fits an int32. Equal constants are one: a caller passes
-    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses in place of tensors, and without its
+    Two keys differ if Triton compiles two kernels for them on NVIDIA GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
+    an integer's part, below 2**63, is whether it is 1, divisible by 16, and fits an int32. Equal constants are one: a caller passes
+    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses instead of tensors, and without its
     hooks before a run; settings for debugging and instrumentation are those of the first launch. Other attributes are those of the
     jit function, and on a CPU it is launched itself.
     """
@@ -66,13 +66,13 @@ class CachedLaunch:
     def _compile(self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Launch through Triton, which compiles the kernel, and keep it for `key`."""
         compiled = self.kernel[grid](*arguments, **constants)
-        # else an interpreter, a hook or a compilation that still runs took the launch
+        # else an interpreter, a hook or an unfinished compilation handled the launch
         if isinstance(compiled, CompiledKernel):
             self.found[key] = compiled, tuple(constants.get(name) for name in self.kernel.arg_names[len(arguments) :])
 
 
 def _key_of(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return what decides which kernel Triton compiles, and the arguments with addresses in place of tensors."""
+    """Return what decides which kernel Triton compiles, and the arguments with addresses instead of tensors."""
     passed, kinds = [], [arguments[0].device.index, tuple(constants), *constants.values()]
     for x in arguments:
         value, kind = x, x.__class__

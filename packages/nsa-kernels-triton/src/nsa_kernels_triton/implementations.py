@@ -148,7 +148,7 @@ def _warn_without_gluon() -> None:
 
 def kernel_request(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: Any) -> KernelRequest:
     """Return the request of a launch over q, v and `others`; `facts` are the fields that do not follow from the tensors."""
-    # at every launch: a loop takes half of what `any` of a generator does
+    # runs at every launch: a loop takes half the time of `any`
     addresses = q.data_ptr() | v.data_ptr()
     for x in others:
         addresses |= x.data_ptr()
@@ -180,7 +180,7 @@ def notes_on(request: BranchRequest) -> tuple[str, ...]:
                 strides=geometry.selection_block_size // geometry.compression_stride,
             )
         )  # fmt: skip
-        # the installed Triton is reported only where nothing else stands against the kernel
+        # the installed Triton is reported only if it is the only reason against the kernel
         for reason in [x for x in objections if x != without_gluon()] or objections:
             kinds_by_reason.setdefault(reason, []).append(kind)
     return tuple(

@@ -17,7 +17,7 @@ def has_pdl(x: Tensor) -> bool:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return ceil(total / size). Triton's own function also works in kernels, and takes 4 microseconds here."""
+    """Return ceil(total / size). Triton's own function also works in kernels, and takes 4 microseconds on the host."""
     return -(-total // size)
 
 
@@ -117,7 +117,7 @@ class Tiling(NamedTuple):
     """Columns of tiles: the number of sequences, or 1 if they are packed."""
 
     def grid(self, num_groups: int, splits: int = 1) -> tuple[int]:
-        """Return a grid with a program for each tile, split, column and group: one axis, because CUDA ends the others at 65,535."""
+        """Return a grid with a program for each tile, split, column and group: one axis, because CUDA limits the others to 65,535."""
         return (self.num_tiles * splits * self.num_sequences * num_groups,)
 
 

@@ -44,7 +44,7 @@ def no_extremes(q: Tensor, *branches: int) -> Tensor:
 
 
 def exact_out(q: Tensor, v: Tensor) -> Tensor | None:
-    """Return a float32 buffer for outputs that the backward pass reads in place of the rounded ones; None if it needs none."""
+    """Return a float32 buffer for outputs that the backward pass reads instead of the rounded ones; None if it needs none."""
     if is_exact(q) or v.shape[3] > WIDEST_EXACT:
         return None
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)

@@ -106,7 +106,7 @@ GLUON_VERSIONS = ("3.6.", "3.7.")
 def has_gluon() -> bool:
     """Return True if the installed triton compiles the kernels of `hopper`."""
     installed = _installed()
-    # builds under another name, such as nightly ones, are no version that is known
+    # builds with another name, such as nightly ones, count as unknown versions
     return installed is not None and installed.startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
 
 

@@ -72,7 +72,7 @@ def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
 
 
 def _append(*operands: Any, **keywords: Any) -> None:
-    """Write a step; a graph that is being traced takes torch's own operations, which it fuses."""
+    """Write a step; a traced graph uses torch's own operations, which the compiler fuses."""
     if torch.compiler.is_compiling():
         from nsa_core.reference.append import append
 
@@ -84,7 +84,7 @@ def _append(*operands: Any, **keywords: Any) -> None:
 
 
 def _rotate(*operands: Any) -> tuple[Tensor, ...]:
-    """Return a step's heads rotated; a graph that is being traced takes torch's own operations, which it fuses."""
+    """Return a step's heads rotated; a traced graph uses torch's own operations, which the compiler fuses."""
     if torch.compiler.is_compiling():
         from nsa_core.rope import rotate_step
 
@@ -95,7 +95,7 @@ def _rotate(*operands: Any) -> tuple[Tensor, ...]:
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:
-    """Return the function of `operation`, whose module loads triton. Import statements, for a traced graph follows no other import."""
+    """Return the function of `operation`, whose module loads triton. It uses import statements, because tracing follows no other import."""
     if operation is Operation.NSA:
         from nsa_kernels_triton.fused.op import nsa_attention
 

@@ -1,4 +1,4 @@
-"""A second CUDA stream, on which an op launches what may run concurrently with the rest."""
+"""A second CUDA stream, on which an op launches independent work."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # behind the gradients and results of a forward pass, in a backward one
+        # in a backward pass the queries come after the gradients and results of the forward pass
         queries = args[0] if isinstance(args[0], Queries) else args[2]
         assert isinstance(queries, Queries)
         first = queries.q
@@ -29,7 +29,7 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
             try:
                 return body(*args, **kwargs)
             except BaseException:
-                # the second stream may still use what is freed here; a capture joins what it has forked, and nothing else
+                # the second stream may still use memory that is freed here; a capture may join only its own forks
                 with fork_stream(first):
                     pass
                 join_stream(first)
@@ -56,7 +56,7 @@ def fork_stream(x: Tensor) -> Iterator[None]:
 
 
 def join_stream(x: Tensor) -> None:
-    """Let the current stream wait for the second one. Call it after `fork_stream` only: a CUDA graph takes no other join."""
+    """Let the current stream wait for the second one. Call it only after `fork_stream`: a CUDA graph allows no other join."""
     if x.is_cuda:
         current = torch.cuda.current_stream()
         current.wait_stream(second_stream(current))
@@ -70,5 +70,5 @@ def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
 
     If a program has so many streams that some share a second stream, they wait for each other, and results stay right.
     """
-    # two threads that come first both get the stream that is kept
+    # two threads that come first both get the stored stream
     return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))

@@ -30,7 +30,7 @@ SMALLEST_PART = 16
 
 INTERPRETED = Tiles(16, 16, 4, 1)
 
-# bf16 and fp16, by the shared memory of a program; the largest is for 9.0 alone, whose matrix units need least in addition to the tiles
+# bf16 and fp16, by the shared memory of a program; the largest is only for 9.0, whose matrix units need the least besides tiles
 HALF: dict[int, Table] = {
     # measured on an H200, at 8,192 to 32,768 tokens
     227 * KIB: {
@@ -59,7 +59,7 @@ HALF: dict[int, Table] = {
     },
 }
 
-# float32 has no tensor cores at full precision and is there to be exact: one table, within the smallest shared memory
+# full-precision float32 uses no tensor cores: one table, within the smallest shared memory
 SINGLE: Table = {
     "interval_forward": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2), 512: Tiles(16, 16, 4, 2)},
     "interval_dq": {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 4, 1)},

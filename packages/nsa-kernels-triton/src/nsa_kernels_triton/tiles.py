@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-# the interpreter's product of bfloat16 tiles is wrong, and its sums have another order for a @ b than for (b^T @ a^T)^T as no GPU's
-# do: operands are widened there
+# the interpreter multiplies bfloat16 tiles wrongly, and unlike a GPU it sums a @ b and (b^T @ a^T)^T in different orders, so
+# operands are widened there
 INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -102,7 +102,7 @@ def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
 @triton.jit
 def largest_weight(shift):
     """Return the limit at which weights of rows are cut: 1 if shifts are RESTRAINED, because `shift_of` lowers them, else infinity."""
-    # what was RESTRAINED before it was lowered
+    # the shift was RESTRAINED before it was lowered
     return tl.where(tl.abs(shift) < RESTRAINED * (1 - EXTREME_MARGIN), float("inf"), 1.0)
 
 
@@ -114,7 +114,7 @@ def cut(weights, largest):
 
 @triton.jit
 def restrained(weights, shift):
-    """Return weights cut at `largest_weight`; 0 if the shift is infinite, whatever the scores are."""
+    """Return weights cut at `largest_weight`; 0 if the shift is infinite, for any scores."""
     return tl.where(shift == float("inf"), 0.0, cut(weights, largest_weight(shift)))
 
 

@@ -54,7 +54,7 @@ RunFolder = Annotated[Path, Parameter(name="DIR", help="The directory of a run, 
 CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one checkpoint: checkpoints/step-N."
 JSON_TO_FILE = ("explore",)
 """Commands whose `--json` names a file."""
-# `run_command` reads it, so that a failure is an object as well
+# `run_command` reads it, so that a failure is an object too
 AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object instead of text, also for a failure.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
@@ -105,7 +105,7 @@ def run(
         from nsa_train.loop.run import check_free, settled_resume
 
         if not dry_run:
-            # opening the data may take long, and what does not open moves the run to another directory
+            # opening the data may take long, and if it fails the run moves to another directory
             check_free(folder)
         is_resuming = settled_resume(folder, step) is not None
         config, recipe, overrides, folder, note = or_synthetic(Start(config, recipe, overrides, folder), resuming=is_resuming)
@@ -161,13 +161,13 @@ def preflight(
 
 
 def _judged(judge: Callable[[], Answer]) -> Answer:
-    """Return the findings of `judge`; an error that it raises on purpose is printed as the failed rules of preflight are."""
+    """Return the findings of `judge`; a deliberate error is printed like failed rules of preflight."""
     try:
         return judge()
     except (TrainError, NSAError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
-        # an error of ours has a line for each problem
+        # our errors have one line per problem
         lines = [error.in_one_line()] if isinstance(error, NSAError) else str(error).splitlines()
         for line in lines:
             print(f"FAIL  {line}", file=sys.stderr)
@@ -287,7 +287,7 @@ def sample(
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU; each step is a CUDA graph there.")] = "cpu",
     backend: Annotated[
-        str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
+        str | None, Parameter(help="Backend of every attention operation, or auto, instead of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
     """Print PROMPT and its continuation by the model of CKPT as it is generated; then, to stderr, the tokens per second."""
@@ -336,7 +336,7 @@ def evaluate(
     tasks: Annotated[str | None, Parameter(help=f"Separated by commas: {listed(TaskName)}. By default all that the model can do.")] = None,
     text: Annotated[
         list[Path] | None,
-        Parameter(negative="", help="A document for loss-by-position and block-recall, in place of the run's held-out rows. Repeatable."),
+        Parameter(negative="", help="A document for loss-by-position and block-recall, instead of the run's held-out rows. Repeatable."),
     ] = None,
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")
@@ -517,7 +517,7 @@ def convert(
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # a question mark for what its encoding lacks; stderr spells it out by itself
+        # a question mark for characters that its encoding lacks; stderr escapes them by itself
         sys.stdout.reconfigure(errors="replace")
     with last_words():
         heed_launcher()
@@ -527,7 +527,7 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 
 
 def run_command(tokens: Iterable[str]) -> int:
-    """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
+    """Return the exit code of the command line `tokens`; expected errors end in a message, not a traceback."""
     words = list(tokens)
     is_json = "--json" in words and words[0] not in JSON_TO_FILE and not {*app.help_flags}.intersection(words)
     ending = _run_as_json(words) if is_json else _run_app(words)[0]
@@ -537,7 +537,7 @@ def run_command(tokens: Iterable[str]) -> int:
 
 
 def _run_as_json(tokens: list[str]) -> Ending:
-    """Run `tokens`, whose command has `--json`, and print one object, of a failure as well."""
+    """Run `tokens`, whose command has `--json`, and print one object, also for a failure."""
     # keep the lines that the command prints without the option, and all other output, off stdout
     with redirect_stdout(StringIO()):
         ending, content = _run_app(tokens)
@@ -559,7 +559,7 @@ def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
 def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[str, Any]]:
     try:
         result = job()
-        # a reader that is gone shows here, not when the process has ended
+        # a closed reader is detected here, not at the end of the process
         print(end="", flush=True)
     except CycloptsError as error:
         # cyclopts has printed what is wrong
@@ -568,7 +568,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
         return ending_of(error), {}
     except OSError as error:
         if is_unread(sys.stdout):
-            # the reader of the output has seen enough
+            # the reader closed the output
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}
         is_too_long = error.errno == errno.ENAMETOOLONG
@@ -581,7 +581,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
 
 
 def _with_steps(tokens: list[str]) -> list[str]:
-    """Return `tokens` with each `--resume` of `run` joined to its step, to an empty one where it names none."""
+    """Return `tokens` with each `--resume` of `run` joined to its step, which may be empty."""
     joined: list[str] = []
     for word in tokens:
         if tokens[0] == "run" and joined and joined[-1] == "--resume":
@@ -596,7 +596,7 @@ def _with_steps(tokens: list[str]) -> list[str]:
 def _checked_config(recipe: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of `recipe` with `overrides`, whose vocabulary holds its tokenizer's ids."""
     config = load_config(recipe, overrides)
-    # torch is loaded here, after every other key was judged
+    # torch is loaded here, after all other keys were checked
     from nsa_train.model.decoder import vocab_size_of
 
     vocab_size_of(config)

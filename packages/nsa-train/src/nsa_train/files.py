@@ -52,7 +52,7 @@ def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
     """
     # a socket cannot be opened, and a device may act on it
     _require_regular(path.stat(), most)
-    # somebody may have replaced it since: without O_NONBLOCK, opening a pipe would wait
+    # it may have been replaced since: without O_NONBLOCK, opening a pipe would wait
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _require_regular(os.fstat(file.fileno()), most)
         yield file

@@ -28,7 +28,7 @@ STEADY_SHARE = 0.5
 FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
 """Why steps are skipped in a run whose numbers are sound."""
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
-"""The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
+"""The figures of the last logged step that are checked, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
 """Figures of metrics.json that are compared with a baseline: 1 if more is better, -1 if less is better."""
 MOST_TOKENS = 512
@@ -107,7 +107,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} is not a table of figures; use the metrics.json of a run")
-    # a result of this command carries them inside
+    # a result file of this command contains them
     inner = content.get("metrics", content)
     return dict(inner) if isinstance(inner, Mapping) else dict(content)
 
@@ -267,13 +267,13 @@ def _selection(records: Records) -> Verdict:
 
 
 def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
-    """Return the verdict of a health rule that `last`, a logged step, gives nothing to judge by; NSA records gates in each."""
+    """Return the verdict of a health rule whose figure `last`, a logged step, lacks; NSA records gates in each."""
     reason = f"the last logged step, {last['step']}, has no such figure"
     is_gate = rule.startswith("gate_")
     if is_gate and rule not in last:
         return Verdict(rule=rule, is_passed=False, found=reason)
     if is_gate:
-        # null: there was nothing to take the mean of
+        # null: there was nothing to average
         is_empty = last[rule] is None
         reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
     return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")

@@ -33,7 +33,7 @@ def position(batches: int, rows: int) -> dict[str, Any]:
 
 
 class Parts(NamedTuple):
-    """What `capture` takes."""
+    """The arguments of `capture`."""
 
     config: RunConfig
     model: Decoder
@@ -65,7 +65,7 @@ def build_parts() -> Callable[..., Parts]:
 
 @pytest.fixture(scope="session")
 def good_root(tmp_path_factory: pytest.TempPathFactory, build_parts: Callable[..., Parts]) -> Path:
-    """A directory with step-1 and step-2, `latest` at the second; do not write to it."""
+    """A directory with step-1, step-2 and `latest`, which names step-2; do not write to it."""
     root = tmp_path_factory.mktemp("good") / "checkpoints"
     with CheckpointWriter(root) as writer:
         for step in (1, 2):

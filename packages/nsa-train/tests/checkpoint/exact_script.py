@@ -1,4 +1,4 @@
-"""Interrupted against straight, and one world size against another. Prints JSON: `exact_script.py DIR CASE ...`.
+"""Compare interrupted with uninterrupted runs, and world sizes with each other. Prints JSON: `exact_script.py DIR CASE ...`.
 
 CASE is `resume:STRATEGY:WORLD:PRECISION`, `reshape:STRATEGY:SAVED:LOADED`, or `failure:WORLD`.
 """
@@ -19,7 +19,7 @@ SAVED_AT, LAST = 3, 6
 
 
 def resume(root: Path, strategy: str, world: str, precision: str) -> dict[str, Any]:
-    """Return losses and digests of a straight run and of one stopped in the middle, per rank."""
+    """Return losses and digests of an uninterrupted run and of one stopped in the middle, per rank."""
 
     def straight() -> dict[str, Any]:
         run = ToyRun(strategy=strategy, precision=precision, seed=1)
@@ -65,7 +65,7 @@ def reshape(root: Path, strategy: str, saved: str, loaded: str) -> dict[str, Any
 
 
 def failure(root: Path, world: str) -> dict[str, Any]:
-    """Return what each rank heard when rank 0 could not write, and when every checkpoint was damaged."""
+    """Return the error of each rank when rank 0 could not write, and when every checkpoint was damaged."""
 
     def job() -> list[str]:
         heard = []

@@ -1,8 +1,8 @@
-"""SIGKILL a run that saves, again and again, and look at what is left. Prints JSON: `kill_script.py DIR MODE COUNT SEED`.
+"""SIGKILL a saving run repeatedly, and check the remaining files. Prints JSON: `kill_script.py DIR MODE COUNT SEED`.
 
 MODE `anywhere` (`anywhere-async`: saving in the background): after a random time, until COUNT processes were killed; then
-the run is left to end. MODE `every-call`: at each call to the system that a save makes, one after another (COUNT is the
-stride); nothing is left to luck.
+the run may finish. MODE `every-call`: at each system call of a save, one after another (COUNT is the
+stride), without randomness.
 """
 
 import json
@@ -30,7 +30,7 @@ EVENTS = ("open", "os.", "shutil.", "ctypes.call", "fcntl.", "pathlib.")
 
 
 def train(root: Path, last: int, *, is_async: bool = False) -> dict[str, Any]:
-    """Go on from the latest checkpoint, if there is one, to step `last`, saving now and then; say how it ended."""
+    """Continue from the latest checkpoint, if there is one, to step `last`, with saves; report the end."""
     run, found = ToyRun(seed=1), latest_valid(root)
     if found is not None:
         run.go_on(found)
@@ -44,7 +44,7 @@ def train(root: Path, last: int, *, is_async: bool = False) -> dict[str, Any]:
 
 
 def anywhere(folder: Path, count: int, seed: int, *, is_async: bool = False) -> dict[str, Any]:
-    """Kill `count` processes of one run at random times; whenever the run gets to its end, begin it anew."""
+    """Kill `count` processes of one run at random times; whenever the run finishes, start it again."""
     generator, last, root = random.Random(seed), 40, folder / "killed"
     [straight] = on_ranks(1, lambda: train(folder / "straight", last))
     torn, lost, killed, ended = [], [], 0, 0

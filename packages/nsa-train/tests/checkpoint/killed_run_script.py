@@ -1,4 +1,4 @@
-"""SIGKILL `nsa-train run --resume auto` at random times and compare its end with a run left alone. Prints JSON.
+"""SIGKILL `nsa-train run --resume auto` at random times and compare its end with an uninterrupted run. Prints JSON.
 
 `killed_run_script.py DIR COUNT WORLD RECIPE [table.key=value ...]`: WORLD processes, all killed at once. They are forks, so
 torch is loaded once.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# what a run imports when it starts
+# the imports of a starting run
 import matplotlib.pyplot  # noqa: F401
 import torch
 import torch.utils.tensorboard
@@ -60,7 +60,7 @@ def _fork(words: list[str], rank: int, world: int, port: int, log: Path) -> int:
 
 
 def wait(children: list[int], log: Path, *, kill_after: float | None = None) -> bool:
-    """Return whether the run got to its end; kill its processes after so many seconds."""
+    """Return whether the run finished; kill its processes after so many seconds."""
     codes, deadline = [], time.monotonic() + (kill_after or 600)
     for child in children:
         while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
@@ -78,7 +78,7 @@ def wait(children: list[int], log: Path, *, kill_after: float | None = None) -> 
 
 
 def end_of(out: Path) -> dict[str, Any]:
-    """Return what a run leaves that may not depend on its interruptions."""
+    """Return the results of a run that must not depend on its interruptions."""
     with (out / "training.csv").open(newline="") as file:
         losses = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in csv.DictReader(file)]
     digests = {
@@ -89,7 +89,7 @@ def end_of(out: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, count: int, world: int, recipe: str, *overrides: str) -> dict[str, Any]:
-    """Kill `count` starts of a run; whenever it gets to its end, begin it anew elsewhere."""
+    """Kill `count` starts of a run; whenever it gets to its end, begin it again elsewhere."""
     generator, log = random.Random(0), folder / "log"
     run = ["run", recipe, *(word for override in overrides for word in ("--set", override))]
     straight = folder / "straight"
@@ -127,8 +127,8 @@ def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # the time goes to steps and saves, which are to be interrupted
+    # most of the time is spent in steps and saves, which the kills should hit
     recorder.SAMPLE_TOKENS = 8
-    # loads in this process, and not in every fork, what the first model and the first optimizer load
+    # load the modules of the first model and optimizer here, not in every fork
     torch.optim.AdamW(build_model(load_config(sys.argv[4])).parameters())
     print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])))

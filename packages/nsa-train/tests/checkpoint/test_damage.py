@@ -1,4 +1,4 @@
-"""Damage of any kind is named before anything is loaded, and a resume takes the checkpoint before it."""
+"""Any damage is reported before anything is loaded, and a resume takes the previous checkpoint."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def _is_refused(root: Path, *words: str) -> None:
 
 
 def _spread(count: int, seed: int, folder: Path) -> Iterator[tuple[str, int]]:
-    """`count` places, the same number in each file: (name, byte)."""
+    """`count` positions, equally many in each file: (name, byte)."""
     generator = random.Random(seed)
     for number in range(count):
         name = ALL[number % len(ALL)]
@@ -140,7 +140,7 @@ def test_a_damaged_file_names_expected_and_found(root: Path) -> None:
 
 
 def _with_manifest(folder: Path, **changes: object) -> None:
-    """Change the manifest of `folder` and sign it again, as a newer version or a hand would."""
+    """Change the manifest of `folder` and sign it again, as a newer version or a person would."""
     content = {**manifests.read_manifest(folder), **changes}
     (folder / MANIFEST).write_text(manifests._spelled(content))
 

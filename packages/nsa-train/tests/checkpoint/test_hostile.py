@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger runs none of its code, whatever stands in its files and however well it is signed."""
+"""An untrusted checkpoint runs none of its code, for any file content and even with a valid manifest."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment leaves a whole `latest`, loses at most `save_every` steps, and changes nothing about the end."""
+"""SIGKILL at any moment leaves a whole `latest`, loses at most `save_every` steps, and does not change the result."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def _check_anywhere(folder: Path, mode: str, count: int) -> None:
 def _check_every_call(folder: Path, stride: int) -> None:
     found = _killed(folder, "every-call", stride)
     assert found["torn"] == []
-    # a save makes some forty calls: fewer, and the script looked past them
+    # a save makes about forty system calls; with fewer, the script missed some
     assert all(calls >= 30 for calls in found["calls"].values())
 
 

@@ -1,4 +1,4 @@
-"""Interrupted equals straight to the last bit; ranks agree; a checkpoint loads at any world size."""
+"""An interrupted run equals an uninterrupted one bit for bit; ranks agree; a checkpoint loads at any world size."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def _check_reshape(results: dict[str, Any]) -> None:
         assert [before[0][part] for part in ("weights", "optimizer")] == [after[0][part] for part in ("weights", "optimizer")], case
         shared = min(len(before), len(after))
         assert [rank["rng"] for rank in before[:shared]] == [rank["rng"] for rank in after[:shared]], case
-        # ranks that are new draw neither what others draw nor what they would have drawn
+        # new ranks draw other numbers than existing ranks, and than at a fresh start
         assert len({rank["rng"] for rank in after} | {rank["rng_before"] for rank in after}) == 2 * len(after), case
 
 

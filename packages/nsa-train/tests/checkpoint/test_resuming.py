@@ -1,4 +1,4 @@
-"""What is restored is what was captured: weights, moments, schedule, scaler and every generator."""
+"""The restored state equals the captured one: weights, moments, schedule, scaler and every generator."""
 
 import random
 import sys
@@ -69,7 +69,7 @@ def test_the_learning_rate_and_the_scaler_come_back(tmp_path: Path, build_parts)
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path, build_parts) -> None:
-    # an odd number of Gaussians leaves one in store, in Python and in numpy
+    # an odd number of Gaussians leaves one cached, in Python and in numpy
     random.gauss(0, 1)
     numpy.random.randn()
     parts = build_parts()

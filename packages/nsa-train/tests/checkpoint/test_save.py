@@ -1,4 +1,4 @@
-"""Saving: what is there after it, what stays, and what a disk that refuses leaves behind."""
+"""Saving: the files after it, old checkpoints, and the state after a disk error."""
 
 import errno
 import fcntl
@@ -205,7 +205,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path, build_par
     holder = f"still runs: pid {os.getpid()} on host {re.escape(platform.node())} "
     with pytest.raises(CheckpointError, match=rf"{holder}.*; end that one \(kill {os.getpid()}, which saves\), or use another --out"):
         CheckpointWriter(tmp_path)
-    # what the first is writing was left alone
+    # the files that the first process is writing are untouched
     assert _names(tmp_path) == [".aside-step-7", HOLDER]
     first.close()
     CheckpointWriter(tmp_path).close()
@@ -214,7 +214,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path, build_par
 
 @pytest.mark.parametrize("text", ["", "pid 1 on host", "pid 1 on host a\x1b[2J\n", None], ids=repr)
 def test_a_holder_that_cannot_be_read_is_not_named(tmp_path: Path, text: str | None) -> None:
-    """None: a pipe, which would keep whoever reads it waiting."""
+    """None: a pipe, on which a reader would wait."""
     descriptor = claim(tmp_path)
     (tmp_path / HOLDER).unlink()
     if text is None:

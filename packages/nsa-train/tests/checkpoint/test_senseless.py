@@ -1,4 +1,4 @@
-"""A checkpoint that is signed and makes no sense is damaged: each field in the wrong is named, and nothing is allocated for it."""
+"""A checkpoint that is signed and makes no sense is damaged: each wrong field is named, and nothing is allocated for it."""
 
 import copy
 import json
@@ -30,11 +30,11 @@ WRONG: dict[type, tuple[Any, ...]] = {
 }
 """Type of a field -> what it can never hold."""
 OWN = {("routes",), ("data", "fingerprint"), ("data", "fingerprint", "walk")}
-"""Tables in which a run may put more, and what has a test of its own."""
+"""Tables to which a run may add, and fields with a separate test."""
 
 
 def _paths(content: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Give the path of every table and field; of the lanes, which are alike, one."""
+    """Yield the path of every table and field; one for the lanes, which are alike."""
     yield path
     if isinstance(content, dict) and path not in OWN:
         for key, inner in content.items():

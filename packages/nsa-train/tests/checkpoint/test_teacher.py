@@ -98,7 +98,7 @@ def test_gradients_reach_what_ranks_blocks_and_nothing_of_the_teacher(tiny_confi
 
 
 class Chosen(SelectionLoss):
-    """Keeps the choice of a pass, `(1, S, G, n)`, in place of a loss."""
+    """Keeps the choice of a pass, `(1, S, G, n)`, instead of a loss."""
 
     def take(self, q, k_cmp, k, *, geometry, **_):
         lse = compressed_attention(q, k_cmp, k_cmp, geometry=geometry).lse
@@ -173,7 +173,7 @@ def test_a_taught_run_goes_on_exactly_and_saves_no_teacher(tmp_path, tiny_recipe
     shutil.copytree(tmp_path / "straight", tmp_path / "other")
     shutil.copytree(tmp_path / "straight", tmp_path / "untaught")
     assert run("other", "--resume", "2") == 0
-    # its own dense form in place of the teacher's: other weights
+    # the model's own dense form instead of the teacher's gives other weights
     sets[1] = "train.log_every=1"
     assert run("untaught", "--resume", "2") == 0
     straight, other, untaught = (
@@ -199,7 +199,7 @@ def test_a_resumed_run_may_name_another_teacher(tmp_path, tiny_recipe, tiny_run,
         (["model.vocab_size=320"], "has a vocabulary of 258 ids, the model has 320 (both read the same tokens)"),
         (
             ["model.n_heads=6", "model.n_kv_heads=3"],
-            "has 4 heads in layer 0, which do not divide among model.n_kv_heads=3 groups (each group has a mass of its own)",
+            "has 4 heads in layer 0, which do not divide among model.n_kv_heads=3 groups (each group has its own mass)",
         ),
         (["model.attention=dense"], "has nothing to teach (no layer of this model chooses blocks)"),
         (["train.selection_teacher=nowhere"], "train.selection_teacher='nowhere': "),
@@ -245,7 +245,7 @@ def test_a_hugging_face_folder_teaches_like_the_run_that_it_was_exported_from(tm
         config = tiny_config(WEIGHT, f"train.selection_teacher={path}")
         torch.manual_seed(0)
         student, teacher = build_model(config), Teacher(config, CPU)
-        # opening a teacher draws no numbers of the run's
+        # opening a teacher does not use the run's generators
         targets.append((torch.rand(()),))
         student.sample_queries(0)
         teacher.set_targets(student, ids, BOUNDS, 50)
@@ -297,7 +297,7 @@ def test_a_compiled_or_recomputed_student_is_taught_alike(tiny_config, dense_run
         if config is changed:
             # a recomputed layer keeps its loss, a side effect that breaks its graph
             student.compile_parts(backend="aot_eager", fullgraph=recomputed == "none")
-        # a target of its own for each pass
+        # each pass has its own target
         for number in range(3):
             student.zero_grad()
             student.sample_queries(number)

@@ -1,6 +1,6 @@
 """A run small enough to be repeated hundreds of times: a decoder of one layer whose batches come from every generator.
 
-Scripts beside it import it; it forks its ranks, so torch is loaded once.
+Scripts in the same folder import it; it forks its ranks, so torch is loaded once.
 """
 
 import hashlib
@@ -64,14 +64,14 @@ class ToyRun:
         self.losses.append(float(loss.detach()).hex())
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint holds."""
+        """Return the content of a checkpoint."""
         batches, rows = here().gather(self.drawn)[0], CONFIG.train.batch_size
         lane = {"row": batches, "epoch": 0, "hash": "", "first_tokens": [], "documents": 0, "bad_records": 0}
         data = state_of({"walk": "rows"}, batches, {str(number): lane for number in range(rows)})
         return capture(model=self.model, optimizer=self.optimizer, config=CONFIG, data=data)
 
     def go_on(self, checkpoint: Checkpoint) -> None:
-        """Take the state of `checkpoint`."""
+        """Continue with the state of `checkpoint`."""
         restore(checkpoint, model=self.model, optimizer=self.optimizer)
         self.drawn = checkpoint.state["data"]["batches"]
 
@@ -86,7 +86,7 @@ class ToyRun:
 
 
 def on_ranks(world: int, job: Callable[[], Any]) -> list[Any]:
-    """Return what `job` returned in each of `world` new processes, which form a gloo group if there are several."""
+    """Return the result of `job` in each of `world` new processes, which form a gloo group if there are several."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(world):
@@ -134,5 +134,5 @@ def _wrapped(model: nn.Module, strategy: str, precision: str) -> nn.Module:
 
 
 torch.set_num_threads(1)
-# loads in this process, and not in every fork, what the first model and the first optimizer load
+# load the modules of the first model and optimizer here, not in every fork
 ToyRun()

@@ -20,7 +20,7 @@ NUM_DOCUMENTS = 120
 
 @pytest.fixture
 def probe() -> Callable[[RunConfig], Preflight]:
-    """Return a function that gives the findings of preflight on the data of a configuration."""
+    """Return a function that returns the findings of preflight on the data of a configuration."""
 
     def judge(config: RunConfig) -> Preflight:
         findings = Preflight()
@@ -31,7 +31,7 @@ def probe() -> Callable[[RunConfig], Preflight]:
 
 
 def _texts_of(seed: int, count: int = NUM_DOCUMENTS) -> list[str]:
-    """Return distinct documents `<seed:number:...>` of 6 to about 300 bytes; no few bytes of one stand in another."""
+    """Return distinct documents `<seed:number:...>` of 6 to about 300 bytes; no short piece of one occurs in another."""
     draw = random.Random(seed)
     return [f"<{seed}:{number}:{' '.join(f'é{word}.{number}.{seed}' for word in range(draw.randrange(0, 30)))}>" for number in range(count)]
 

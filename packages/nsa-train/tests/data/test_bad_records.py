@@ -1,4 +1,4 @@
-"""What cannot be read is named with file and line, or counted: never dropped in silence, never a traceback."""
+"""An unreadable record is named with file and line, or counted: never dropped silently, never a traceback."""
 
 import json
 import random
@@ -351,7 +351,7 @@ def test_many_runs_over_fuzzed_files_go_on_or_end_with_a_name(tmp_path: Path, da
 
 
 def _check_runs(folder: Path, data_config: Callable[..., RunConfig], source: str, count: int) -> None:
-    """Good files and a fuzzed one beside them: a few batches, or one line that names a file. Any other error fails the test."""
+    """Good files and a fuzzed one give a few batches, or one line that names a file. Any other error fails the test."""
     draw = random.Random(7)
     source, _, kind = source.partition(" ")
     kind = kind or source
@@ -375,7 +375,7 @@ def _check_runs(folder: Path, data_config: Callable[..., RunConfig], source: str
 
 
 def _outcome(config: RunConfig) -> str:
-    """Return what ended the reading of three batches; empty where nothing did."""
+    """Return what ended the reading of three batches; empty if nothing did."""
     try:
         with open_training_stream(config) as stream:
             deque(islice(stream, 3))

@@ -1,4 +1,4 @@
-"""A run whose corpus changed since its checkpoint goes on nowhere, and leaves its records as they are."""
+"""A run whose corpus changed since its checkpoint does not continue, and its records are unchanged."""
 
 import json
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_a_resume_on_a_file_with_an_edited_line_names_it_and_touches_nothing(
 
 
 class _Stream:
-    """A stream of which the state is another's, where `refusal` is given."""
+    """A stream whose state belongs to other data, if `refusal` is given."""
 
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal

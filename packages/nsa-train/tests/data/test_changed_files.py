@@ -1,4 +1,4 @@
-"""Files that change under a run: named or counted while it reads them, and refused when it goes on."""
+"""Files that change during a run: named or counted while it reads them, and refused when it resumes."""
 
 import base64
 import json
@@ -90,7 +90,7 @@ def _edit(path: Path) -> None:
 
 
 def _replace(path: Path) -> None:
-    """Put another file of the same size and time in its place."""
+    """Replace it by another file of the same size and time."""
     before = path.stat()
     other = path.with_suffix(".other")
     shutil.copy(path, other)
@@ -176,7 +176,7 @@ def test_skipping_counts_each_lost_line_of_jsonl_once_and_goes_on(
     with open_training_stream(data_config(*sets)) as stream:
         next(stream)
         _change_last_third(path, change)
-        # the first epoch goes on with what was read before, later ones meet the same losses again
+        # the first epoch continues with earlier records, later ones have the same losses again
         _read(stream, epochs=2)
         first = stream.figures()["data_bad_records"]
         _read(stream, epochs=4)
@@ -218,7 +218,7 @@ def test_skipping_counts_what_a_changed_file_of_another_kind_loses_and_goes_on(
         _shrink(corpus.files[0])
         _read(stream, epochs=2)
         found = stream.figures()["data_bad_records"]
-    # a shard of `datasets` counts once for each row that reads it: how many records it had is not known
+    # a shard of `datasets` counts once for each row that reads it, because the number of its records is unknown
     assert found == lost if lost else 1 <= found <= 8
 
 
@@ -235,7 +235,7 @@ def test_a_corpus_that_is_gone_ends_a_run_that_skips_with_the_reason(tmp_path: P
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_what_breaks_a_shard_off_reaches_every_reader_of_it(turns: int) -> None:
-    """Also where it does not stand at a record of that reader."""
+    """Also if it is not at a record of that reader."""
 
     class Broken:
         size_bytes = 0
@@ -257,13 +257,13 @@ def test_what_breaks_a_shard_off_reaches_every_reader_of_it(turns: int) -> None:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a corpus count as a large one: of other files than JSONL, next to nothing is known but what lanes have read."""
+    """Let a corpus count as a large one: except for JSONL, little is known beyond the blocks that lanes have read."""
     monkeypatch.setattr("nsa_train.data.blocks.SCAN_DOCUMENTS", 2)
     monkeypatch.setattr("nsa_train.data.dataset.HASHED_BYTES", 0)
 
 
 def _state(config: RunConfig, batches: int, *, start: Any = None, world_size: int = 1, workers: int = 1) -> dict[str, Any]:
-    """Return the state of all ranks after `batches` more from `start` on; the data is opened anew, as by a new process."""
+    """Return the state of all ranks after `batches` more from `start` on; the data is opened again, as by a new process."""
     changed = attrs.evolve(config, data=attrs.evolve(config.data, workers=workers))
     with ExitStack() as streams:
         ranks = [streams.enter_context(open_training_stream(changed, rank=rank, world_size=world_size)) for rank in range(world_size)]
@@ -295,7 +295,7 @@ def _edit_in_training(files: list[Path], limit: int) -> Path:
 def test_an_edit_of_the_same_size_is_refused_on_resume(
     tmp_path: Path, data_config: Callable[..., RunConfig], request: pytest.FixtureRequest, kind: str, is_large: bool
 ) -> None:
-    """Also of what the run has not come to yet, but for large corpora of other files than JSONL."""
+    """Also in parts that the run has not reached, except in large corpora of other files than JSONL."""
     if is_large:
         request.getfixturevalue("large")
     corpus = _corpus(tmp_path, kind)

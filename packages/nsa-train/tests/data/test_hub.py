@@ -1,4 +1,4 @@
-"""FineWeb-Edu through `datasets`: local shards in its place, what breaks off, and no network."""
+"""FineWeb-Edu through `datasets`: local shards, interrupted reads, and no network."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_shards_of_several_kinds_are_refused(corpora) -> None:
 
 
 def _shard(path: Path, name: str) -> None:
-    """Write 20 documents, or what its name says is wrong with it."""
+    """Write 20 documents, or a shard with the fault in its name."""
     texts = [f"{path.stem} {number}" for number in range(20)]
     if path.suffix == ".parquet":
         column = {"numbers": list(range(20)), "rowless": pa.array([], pa.string())}.get(name, texts)
@@ -181,7 +181,7 @@ def test_an_empty_shard_is_refused_at_once_or_counted(tmp_path: Path, data_confi
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every request fail at once, as it does where there is no network."""
+    """Make every request fail at once, as without a network."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise ConnectionError("[Errno -2] Name or service not known")

@@ -38,7 +38,7 @@ def test_loader_check_prints_what_comes(corpora, capsys: pytest.CaptureFixture[s
 
 
 class Clock:
-    """Time that passes where a test says so; stands for the module `time`."""
+    """Time that only a test advances; replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now = 0.0

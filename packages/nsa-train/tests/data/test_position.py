@@ -1,4 +1,4 @@
-"""The position of a run in its data: what a stream gives is described, and what no stream can go on from ends it."""
+"""The position of a run in its data: a stream's own state is accepted, and an unusable one is refused."""
 
 import json
 from collections.abc import Callable

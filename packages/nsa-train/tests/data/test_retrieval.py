@@ -1,4 +1,4 @@
-"""Rows of `data.source = "needle"`: what is hidden, what is asked for, and what has a label."""
+"""Rows of `data.source = "needle"`: the hidden pairs, the questions, and the labels."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The corpora: what is read, how it is split, and what is said about files that will not do."""
+"""The corpora: their content, their split, and the messages about unusable files."""
 
 import os
 import re

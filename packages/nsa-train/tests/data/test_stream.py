@@ -53,7 +53,7 @@ def _content(parts: list[Batch]) -> bytes:
 def _run(
     dataset: Dataset, state: dict[str, Any] | None, batches: int, *, world_size: int = 1, workers: int = 1
 ) -> tuple[list[bytes], dict[str, Any]]:
-    """Return what all ranks together give out from `state` on, and the merged state after it."""
+    """Return the rows of all ranks from `state` on, and the merged state after them."""
     streams = [_stream(dataset, rank=rank, world_size=world_size, workers=workers) for rank in range(world_size)]
     for stream in streams:
         if state is not None:
@@ -77,7 +77,7 @@ def test_batches_are_the_same_with_any_number_of_workers_and_ranks(
 def _check_stops(dataset: Dataset, stops: range, pairs: list[tuple[int, int]]) -> None:
     """Stop after each of `stops` batches and go on with other workers and ranks: the next batches and their state are the same.
 
-    What follows depends on the state alone, so that an equal state after the next batch means that nothing is ever lost.
+    Later batches depend only on the state, so an equal state after the next batch means that nothing is ever lost.
     """
     with _stream(dataset, workers=0) as straight:
         states, batches = [merge_states([straight.state_dict()])], []

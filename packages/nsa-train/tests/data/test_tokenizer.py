@@ -1,4 +1,4 @@
-"""Bytes to ids and back; byte-pair encoding from a local file, lossless, with specials that text cannot spell."""
+"""Bytes to ids and back; byte-pair encoding from a local file, lossless, with special tokens that text cannot produce."""
 
 import json
 import os

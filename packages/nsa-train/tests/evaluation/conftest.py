@@ -30,7 +30,7 @@ class Held:
 
 
 class Continuation(nn.Module):
-    """Answers with the id that followed the longest earlier match of what stands at the end, the latest such match; else with id 0."""
+    """Answers with the id that followed the longest earlier match of the last ids (the latest such match), else with id 0."""
 
     def __init__(self) -> None:
         super().__init__()

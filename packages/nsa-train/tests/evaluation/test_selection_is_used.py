@@ -5,7 +5,7 @@ alphabets, so that the value is the only id of its kind before the question: the
 and does not have to compare keys. Rows of four pairs, which ask for that, were not learnt in 0.7 million tokens. A guess is right in 1
 of 64 answers.
 
-The first layer has the window alone, the second the selected branch too. A needle outside of the window and the forced blocks is
+The first layer has only the window, the second the selected branch too. A needle outside of the window and the forced blocks is
 thus read through the free blocks of the asking token, for each KV head two of 62 at 1,024 tokens and two of 126 at 2,048, or not at all.
 """
 
@@ -104,7 +104,7 @@ def _figures(run: Path, task: str, samples: int) -> list[dict[str, Any]]:
 
 
 def _assert_selection_is_used(figures: Sequence[dict[str, Any]]) -> None:
-    """Refuse recall that is low, or that stays where the selected branch is closed or its choice is drawn at random."""
+    """Fail if recall is low, or remains with the selected branch closed or a random choice."""
     for length in LENGTHS:
         # the first depth lies in the initial block, and the last in the window: no choice is needed there
         ours = [one for one in figures if one["length"] == length and one["depth"] not in (0.0, 1.0)]
@@ -140,7 +140,7 @@ def test_a_model_that_was_not_trained_recalls_nothing(tmp_path: Path) -> None:
     ids=["not recalled", "recalled without the branch", "recalled with any choice"],
 )
 def test_recall_without_selection_is_seen(trained: float, closed: float, shuffled: float) -> None:
-    """The judgement itself: the ends of a sequence, which need no choice, change nothing."""
+    """The check itself: the ends of a sequence, which need no choice, change nothing."""
 
     def figures(**right: float) -> list[dict[str, Any]]:
         modes = [{"mode": mode, "length": length, "depth": 0.5, "value": value} for length in LENGTHS for mode, value in right.items()]

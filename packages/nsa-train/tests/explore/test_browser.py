@@ -1,4 +1,4 @@
-"""The page in headless Chromium: the right blocks are lit, by pointer, keyboard and link; it is quick, and asks for nothing outside."""
+"""The page in headless Chromium: the right blocks are highlighted by pointer, keyboard and link; it is fast, and makes no requests."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ POINTED = """(async () => {
 @pytest.fixture(scope="module")
 def browser() -> Iterator[check_pages.Browser]:
     assert PROGRAM is not None
-    # a browser that is told to end may still write into its profile
+    # an ending browser may still write into its profile
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         found = check_pages.Browser(PROGRAM, Path(folder))
         try:

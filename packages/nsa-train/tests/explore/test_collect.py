@@ -1,4 +1,4 @@
-"""What the layers note is what the equations give: the oracle, in float64, from the layers' own inputs."""
+"""The records of the layers equal the oracle's results, in float64, from the layers' own inputs."""
 
 from typing import Any
 

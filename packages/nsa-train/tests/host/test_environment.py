@@ -1,4 +1,4 @@
-"""What env.json says of machine and memory."""
+"""Machine and memory in env.json."""
 
 import shutil
 import subprocess

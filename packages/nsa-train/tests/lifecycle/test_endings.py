@@ -1,4 +1,4 @@
-"""How a run that ends before its last step leaves its records, and which of two requests to stop counts."""
+"""The records of a run that ends before its last step, and which of two requests to stop counts."""
 
 import errno
 import json
@@ -73,7 +73,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_says_where_it_goes_on(
 def test_a_disk_that_is_full_for_tensorboard_alone_is_told_in_one_line(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int
 ) -> None:
-    """Its events are written by a thread of its own, whose traceback would come before our message."""
+    """A separate thread writes its events, and its traceback would come before our message."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     write, hook, count = RecordWriter.write, threading.excepthook, 0
@@ -148,7 +148,7 @@ def _heard(stops: StopRequests, wanted: Stop) -> bool:
 
 
 class _LostFile(type(Path())):
-    """A file of a server that answers no more."""
+    """A file on a server that no longer answers."""
 
     def exists(self, **options: Any) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -161,7 +161,7 @@ class _LostRunDirectory(RunDirectory):
 
 
 class _LostStore:
-    """A store whose keeper is gone, or reads what it must not."""
+    """A store whose host is gone, or that returns invalid data."""
 
     def set(self, key: str, value: str) -> None:
         raise RuntimeError("broken pipe")

@@ -24,7 +24,7 @@ run_command(sys.argv[2:])
 
 
 def _kill_in(place: str, words: list[str]) -> None:
-    """Start a run and kill it where the trainer calls `place`."""
+    """Start a run and kill it when the trainer calls `place`."""
     run = subprocess.Popen([sys.executable, "-c", HANGING, place, *words], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     with run:

@@ -36,7 +36,7 @@ def _command(recipe: Path, out: Path, *words: str) -> list[str]:
 
 @contextmanager
 def _started(*words: str, recipe: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
-    # a shell lets what it starts in the background ignore SIGINT
+    # a shell starts background processes with SIGINT ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(_command(recipe, out, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
@@ -87,7 +87,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
     last = [[beat for beat in _beats(run, rank) if beat["msg"] == "step_end"][-1]["step"] for rank in (0, 1)]
     assert last[0] == last[1]
     assert (run.checkpoints / "latest").readlink().name == f"step-{last[0]}"
-    # rank 0 speaks for all
+    # rank 0 prints the message for all
     assert err.count("stopped by SIGTERM or SIGHUP after step") == 1
     assert "Traceback" not in err
     assert out.count("parameters with nsa") == 1

@@ -32,14 +32,14 @@ CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 @pytest.fixture(autouse=True)
 def _foreground() -> Iterator[None]:
-    """A shell lets what it starts in the background ignore SIGINT: here, nobody does."""
+    """A shell starts background processes with SIGINT ignored; here it is not ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def _swallowing(*args: Any, **kwargs: Any) -> None:
-    """A library that lets no exception through."""
+    """A library that catches every exception."""
     try:
         os.kill(os.getpid(), _swallowing.number)
     except Exception:  # noqa: BLE001 - as such a library does
@@ -111,7 +111,7 @@ def test_a_signal_in_the_loop_saves_and_says_the_whole_command_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command holds what was asked for, and goes on from there as it stands, whatever the names have in them."""
+    """The printed command contains the given options and works unchanged, for any characters in names."""
     monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     original, calls = Trainer._backward, 0
@@ -269,7 +269,7 @@ def test_ctrl_c_is_no_failure_that_torchrun_answers_with_a_new_start(tmp_path: P
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    """A shell starts what runs in the background with SIGINT ignored."""
+    """A shell starts background processes with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with ending_by_signals():

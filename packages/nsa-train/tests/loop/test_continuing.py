@@ -1,4 +1,4 @@
-"""What a continued run makes of records, keys and checkpoints that are not as it would like, and what it says."""
+"""A continued run with unusual records, keys and checkpoints, and its messages."""
 
 import errno
 import json
@@ -184,7 +184,7 @@ def test_a_resume_of_no_run_is_refused_and_makes_nothing(
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / name), *how, "--set", "train.steps=9"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     if name.startswith("run/"):
-        assert "lies inside the run" in line
+        assert "is inside the run" in line
     else:
         assert ("does not exist: no run to resume" if "absent" in name else "holds no run to resume") in line
         assert line.endswith("name the run's directory, or use --resume auto, which starts one")
@@ -370,7 +370,7 @@ def test_a_run_that_went_back_starts_again_from_its_own_newest_step(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run", break_off)
         assert resumed_at() == "resume: from step-3"
-    # what torchrun tells the processes that it starts again
+    # the variables that torchrun sets for restarted processes
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert resumed_at("--set", "train.steps=4") == "resume: from step-3"

@@ -1,4 +1,4 @@
-"""The feed of a step: what is waited for can be stopped, and ends by itself."""
+"""The feed of a step: a wait can be stopped, and ends by itself."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def feed(tmp_path: Path, hanging: threading.Event) -> Iterator[Feed]:
 
 def test_a_wait_for_data_ends_with_the_shard_when_the_time_is_up(feed: Feed) -> None:
     started = time.monotonic()
-    # a run that nothing ends is ended here, and fails below
+    # ends a run that would hang; the test then fails below
     with pytest.raises(DataError, match=r"nothing came within 0\.5 s \(reading .*\.txt\)"):
         feed.fetch(lambda: time.monotonic() - started > 5)
     assert 0.4 < time.monotonic() - started < 3

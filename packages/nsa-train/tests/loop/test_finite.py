@@ -1,4 +1,4 @@
-"""What is not finite is named: gradients, weights, and the optimizer's moments, which a checkpoint would carry into the next run."""
+"""Numbers that are not finite are named: gradients, weights, and the optimizer's moments, which a checkpoint would pass on."""
 
 import math
 

@@ -1,7 +1,7 @@
 """On tokens drawn at random nothing can be learnt: a run that gets below their entropy reads its labels.
 
-Rows hold many documents of random length, so that edges of documents and blocks lie everywhere; the loss is also taken
-where a leak would hide, on fresh noise.
+Rows hold many documents of random length, so that edges of documents and blocks occur everywhere; the loss is also measured
+where a leak would show, on fresh noise.
 """
 
 import json
@@ -51,7 +51,7 @@ def noise(tmp_path: Path) -> str:
 def _excess(run: RunDirectory, *, leak: bool = False) -> dict[str, Tensor]:
     """Return, on fresh noise, what each target costs beyond ln(SYMBOLS), by where a leak would hide.
 
-    Ends of documents are no targets here, and take no probability: which symbol stands where is all that a leak can tell.
+    Ends of documents are not targets here and have no probability: a leak can only show which symbol is where.
     """
     stream, lengths = [], []
     for text in _documents(1, 12_000):
@@ -78,7 +78,7 @@ def _excess(run: RunDirectory, *, leak: bool = False) -> dict[str, Tensor]:
 
 
 def _leaking(ids: Tensor) -> Tensor:
-    """Return `ids` with the next token in place of every second one."""
+    """Return `ids` with every second token replaced by the next one."""
     leaked = ids.clone()
     leaked[:, :-1:2] = ids[:, 1::2]
     return leaked
@@ -92,13 +92,13 @@ def test_noise_is_never_predicted(train: Callable[..., Any], noise: str, attenti
     for name, excess in found.items():
         # by chance, 20 nats in all are reached once in e^20 runs
         assert float(excess.sum()) > -20, name
-    # a run that did not learn that there are so many symbols would prove nothing
+    # a run that did not learn the number of symbols would prove nothing
     assert float(found["everywhere"].mean()) < 0.1
 
 
 @attentions
 def test_a_planted_leak_is_heard(train: Callable[..., Any], noise: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same run with the next token in place of every second input must fall below the entropy by far."""
+    """The loss of the same run with every second input replaced by the next token must fall far below the entropy."""
     original = Trainer._summed_loss
 
     def leaking(self: Trainer, forward: Any, batch: Batch) -> Tensor:

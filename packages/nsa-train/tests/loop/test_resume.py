@@ -1,4 +1,4 @@
-"""An interrupted run goes on exactly: every loss, weight, moment, generator and data position of the straight run, 0 ULP."""
+"""An interrupted run continues exactly: every loss, weight, moment, generator and data position equal, 0 ULP."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def _halt_in(step: int, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def _tables(root: Path) -> list[str]:
-    """Return the records of a run but for its times."""
+    """Return the records of a run without its times."""
     rows = [line.split(",") for line in (root / "training.csv").read_text().splitlines()]
     kept = [index for index, name in enumerate(rows[0]) if name in ("step", "loss", "ppl", "lr", "grad_norm", "is_clipped")]
     return [",".join(row[index] for index in kept) for row in rows] + (root / "val.csv").read_text().splitlines()

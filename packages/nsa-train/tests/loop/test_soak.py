@@ -44,10 +44,10 @@ def _assert_flat(early: list[tuple[int, int, int]], late: list[tuple[int, int, i
 
 
 def test_files_and_threads_do_not_pile_up(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty steps in which everything happens: the quick part of the soak."""
+    """Twenty steps with saves, evaluations and samples: the quick part of the soak."""
     seen = _soak(train, monkeypatch, 20, "train.eval_every=2", "train.save_every=2", "train.log_every=1", "train.async_save=true")
     for place, name in ((1, "files"), (2, "threads")):
-        # a save under way holds files for a moment, and other tests' leavings may be collected: what piles up never falls again
+        # a save holds files for a moment, and garbage of other tests may be collected; a leak never shrinks again
         assert min(row[place] for row in seen[14:]) <= max(row[place] for row in seen[4:10]), name
 
 
@@ -59,7 +59,7 @@ def test_2000_steps_grow_nothing(train: Callable[..., Any], monkeypatch: pytest.
 
 
 def test_a_pile_is_seen() -> None:
-    """The judgement itself: 3 % more memory, one more file, one more thread each fail."""
+    """The check itself: 3 % more memory, one more file, one more thread each fail."""
     flat = [(1000, 10, 3)] * 200
     _assert_flat(flat, [(1019, 10, 3)] * 200)
     for worse in ((1030, 10, 3), (1000, 11, 3), (1000, 10, 4)):

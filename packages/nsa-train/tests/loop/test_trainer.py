@@ -1,4 +1,4 @@
-"""A run from end to end: what it writes, that it repeats, and that its switches change only what they say."""
+"""A run from end to end: its files, its reproducibility, and switches that change only what they should."""
 
 import json
 import random
@@ -95,7 +95,7 @@ def test_the_heartbeat_tells_of_the_recent_waits_in_ms(train: Callable[..., Any]
 
 
 WEIGHTS_AGREE = 2e-5
-"""How far weights may lie apart after five steps whose sums were taken in another order.
+"""Largest difference of weights after five steps with sums in another order.
 
 Measured: 2e-6 to 7e-6. A micro-batch whose gradient is a ten-thousandth off moves them by 2e-3.
 """

@@ -79,7 +79,7 @@ def test_activation_checkpointing_changes_no_gradient(tiny_config, attention: st
 
 @attentions
 def test_recomputing_keeps_fewer_tensors(tiny_config, attention: str) -> None:
-    """The switch must do something: what autograd saves shrinks, to a block's inputs or to those and the dear operations."""
+    """The switch must do something: what autograd saves shrinks, to a block's inputs, or to these and the expensive operations."""
     saved = {}
     for kind in ("none", "selective", "full"):
         model = _model(tiny_config, attention, f"train.activation_checkpointing={kind}")
@@ -90,7 +90,7 @@ def test_recomputing_keeps_fewer_tensors(tiny_config, attention: str) -> None:
             loss.backward()
         saved[kind] = _kept_elements(model, ids), counted.number - forward
     assert saved["full"][0] < saved["selective"][0] < saved["none"][0]
-    # products are not computed again where they were kept
+    # saved products are not computed again
     assert saved["none"][1] == saved["selective"][1] < saved["full"][1]
 
 

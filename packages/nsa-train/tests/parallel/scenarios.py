@@ -220,7 +220,7 @@ def spoil(trainer: Trainer, where: str, bad: float) -> None:
 
 
 def stopped(recipe: str, folder: Path, world: World) -> dict[str, Any]:
-    """Ask for a stop while the ranks are in each phase of step 3 of 1,000; then read how they ended."""
+    """Request a stop while the ranks are in each phase of step 3 of 1,000; then read their ends."""
     found: dict[str, Any] = {}
     for request in ("term", "halt"):
         for phase in ("forward", "save", "eval", "data"):

@@ -1,4 +1,4 @@
-"""An exchange that breaks off becomes one line; any other error stays what it is."""
+"""A broken exchange becomes one line; any other error is unchanged."""
 
 import pytest
 from torch.distributed import DistStoreError

@@ -1,4 +1,4 @@
-"""A run of two ranks that was halted and resumed is the straight run, bit for bit."""
+"""A run of two ranks that was halted and resumed equals the uninterrupted run, bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ EXACT = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state
 
 @pytest.fixture(scope="module")
 def found(ranks: Callable[..., Any]) -> tuple[Path, list[Any]]:
-    """The folder of the runs, and what each rank saw."""
+    """The folder of the runs, and the findings of each rank."""
     folder: Path
     folder, findings = ranks("resumed")
     return folder, findings

@@ -22,7 +22,7 @@ def test_a_request_on_one_rank_stops_all_after_the_same_saved_step(found: list[A
     assert first == second
     assert first["code"] == CODES[request_]
     assert first["saved"] == f"step-{first['steps']}"
-    # .HALT is looked for at the next step boundary, a signal is heard at once
+    # .HALT is checked at the next step boundary, a signal is received at once
     assert first["steps"] in (3, 4)
     assert f"after step {first['steps']}, which is saved" in first["message"]
     assert "--resume" in first["message"]

@@ -1,4 +1,4 @@
-"""What data take beyond nsa-train itself: the corpus, the tokenizer's files, packages."""
+"""The needs of data beyond nsa-train: the corpus, the tokenizer's files, packages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Preflight's rule of the disk: what a run will write, beside what is free and what its own checkpoints give back."""
+"""Preflight's disk rule: the bytes that a run will write, compared with free space and that of its own checkpoints."""
 
 import shutil
 from collections.abc import Callable

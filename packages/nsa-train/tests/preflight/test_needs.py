@@ -1,4 +1,4 @@
-"""Preflight says at once all that a run takes, also on a machine that has nothing of it."""
+"""Preflight reports all needs of a run at once, also on a machine that meets none."""
 
 import sys
 from pathlib import Path

@@ -109,7 +109,7 @@ def test_a_backend_that_cannot_serve_is_named_with_its_own_reasons(tiny_config, 
 
 
 class Third:
-    """A third party's backend of one operation, with a reason against what it is told not to take."""
+    """A third-party backend of one operation, with a reason against chosen requests."""
 
     name = "third"
 
@@ -276,7 +276,7 @@ def test_no_run_lies_inside_another(tiny_config, tmp_path: Path) -> None:
     for name in ("config.toml", "heartbeat_rank0.jsonl"):
         (tmp_path / name).touch()
     [failure] = _failures(tiny_config(), tmp_path / "deep" / "again")
-    assert "lies inside the run" in failure
+    assert "is inside the run" in failure
 
 
 def test_resuming_wants_a_run_and_no_order_to_halt(tiny_config, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_directory_of_a_running_run_is_refused(tiny_config, tmp_path: Path, 
     with CheckpointWriter(tmp_path / "checkpoints"):
         [failure] = _failures(tiny_config(), tmp_path, resuming=resuming)
         assert failure.startswith(f"{tmp_path}/checkpoints belongs to another process that still runs")
-        # looking takes nothing from who has it, nor from who looks too
+        # a check affects neither the owner nor other checks
         assert _failures(tiny_config(), tmp_path, resuming=resuming) == [failure]
     assert _failures(tiny_config(), tmp_path, resuming=True) == []
 

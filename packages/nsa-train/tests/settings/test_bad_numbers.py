@@ -1,4 +1,4 @@
-"""Numbers that are not finite, spikes and missing gradients: what a run does, says, counts and saves."""
+"""Numbers that are not finite, spikes and missing gradients: the actions, messages, counts and checkpoints of a run."""
 
 import json
 from collections.abc import Callable

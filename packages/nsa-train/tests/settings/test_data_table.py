@@ -1,4 +1,4 @@
-"""Table `data`: pairs that cannot be, wrong kinds of values, and a recipe that reads back equal."""
+"""Table `data`: invalid pairs, wrong kinds of values, and a recipe that reads back equal."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ from nsa_train.settings.recipe import load_config, to_toml
         ),
         (
             {"source": "needle", "needle_pairs": 10, "needle_symbols": 3, "needle_tokens": 2},
-            "data.needle_pairs=10 have no keys of their own (needle_symbols=3 to the power of needle_tokens=2 are too few); "
+            "data.needle_pairs=10 have no different keys (needle_symbols=3 to the power of needle_tokens=2 are too few); "
             "use --set data.needle_symbols=4",
         ),
         (

@@ -1,4 +1,4 @@
-"""Options of the command line that no key of a recipe stands behind: refused before anything is opened."""
+"""Command-line options that are not keys of a recipe: refused before anything is opened."""
 
 import time
 from pathlib import Path

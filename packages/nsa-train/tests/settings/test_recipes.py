@@ -1,4 +1,4 @@
-"""What the shipped recipes promise: sizes that are counted, the production profile, a dense twin by one key."""
+"""Properties of the shipped recipes: counted sizes, the production profile, a dense twin by one key."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A recorder driven step by step, without the trainer: what the records say does not depend on who trains."""
+"""A recorder driven step by step, without the trainer."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""metrics.json: each figure is taken from the rows that its name says."""
+"""metrics.json: each figure uses the rows that its name states."""
 
 from collections.abc import Callable
 from pathlib import Path

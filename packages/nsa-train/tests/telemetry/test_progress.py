@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 
 
 class Gone(Terminal):
-    """What a command writes to whose reader went away."""
+    """The output of a command whose reader is gone."""
 
     def __init__(self, error: int) -> None:
         super().__init__()

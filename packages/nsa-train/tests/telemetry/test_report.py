@@ -181,7 +181,7 @@ def test_the_page_of_a_run_that_its_guards_stopped_says_why(run: RunDirectory) -
 
 
 def _text(page: str) -> str:
-    """Return what a reader of the page sees, but for samples."""
+    """Return the visible text of the page, without samples."""
     without = re.sub(r"(?s)<style>.*?</style>|<pre>.*?</pre>|<img[^>]*>", "", page)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", without)))
 

@@ -47,7 +47,7 @@ def test_the_page_lists_what_a_run_leaves_and_nothing_else(tiny_run: RunDirector
     table = page.partition("| file | content |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name.split("/")[0].replace("{r}", "0") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    # what a run that goes wrong leaves besides
+    # further files of a failed run
     assert names - {".HALT", ".anomaly_type", "stackdump_rank0.txt"} == _left_by(tiny_run)
 
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves in its directory: every file, every column and field, units in the names."""
+"""The directory of a finished run: every file, every column and field, units in the names."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Each rule of `watch` sees its anomaly and leaves a healthy run alone; what it writes and whom it signals."""
+"""Each rule of `watch` detects its anomaly and accepts a healthy run; its files and its signals."""
 
 import json
 import math
@@ -188,7 +188,7 @@ def _write(run: RunDirectory, events: list[dict[str, Any]], rank: int = 0) -> No
 
 
 class _Machine:
-    """The watcher's machine: while it sleeps time passes, and what is due then happens."""
+    """The watcher's machine: time passes while it sleeps, and due events happen."""
 
     def __init__(self, *, wall: float = 0.0) -> None:
         self.monotonic, self.wall = 0.0, wall
@@ -242,7 +242,7 @@ class _Run:
 
 NOW, HOUR = 1.8e9, 3600.0
 CLOCKS = [0.0, HOUR, -HOUR, 24 * HOUR]
-"""How far the run's clock lies ahead of the watcher's."""
+"""Lead of the run's clock over the watcher's."""
 
 
 @pytest.mark.parametrize("is_once", [False, True])
@@ -279,7 +279,7 @@ def test_silence_that_clocks_alone_claim_is_said_and_one_below_nothing_is_unknow
     counts = "; a stall counts after 10 s of watching without an event"
     assert lines[:-1] == [
         f"watch: rank 0: silent for 3600 s by its timestamps, which prove nothing where clocks differ or were set{counts}",
-        f"watch: rank 1: its last event lies 3600 s ahead of this machine's clock: how long it has been silent is unknown{counts}",
+        f"watch: rank 1: its last event is 3600 s ahead of this machine's clock: how long it has been silent is unknown{counts}",
     ]
 
 

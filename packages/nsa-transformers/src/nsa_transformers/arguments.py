@@ -22,7 +22,7 @@ def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor 
 
 
 def require_no_attentions(asked: bool | None) -> None:
-    """Raise InputError if `output_attentions` is asked for."""
+    """Raise InputError if `output_attentions` is requested."""
     if asked:
         raise InputError(
             "output_attentions=True has nothing to give (no layer of NSA has a matrix of attention, its branches see blocks and a window); "
@@ -52,7 +52,7 @@ def require_working_cache(kind: str | None) -> None:
     """Raise InputError for a `cache_implementation` that cannot hold the stores of NSA."""
     if kind not in WORKING_CACHES:
         raise InputError(
-            f"cache_implementation={kind!r} cannot hold NSA (its branches have stores of their own, which are neither offloaded, quantized nor "
+            f"cache_implementation={kind!r} cannot hold NSA (its branches have their own stores, which are neither offloaded, quantized nor "
             "paged by transformers); use 'dynamic' or 'static'"
         )
 

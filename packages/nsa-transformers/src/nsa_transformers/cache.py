@@ -27,7 +27,7 @@ class NSACacheLayer(CacheLayerMixin):
         """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
 
     def start(self, attention: Any, x: Tensor) -> None:
-        """Make the tensors for the sequences x `(B, S, hidden_size)` of the module `attention`, where there are none yet."""
+        """Allocate the stores for sequences x `(B, S, hidden_size)` of the module `attention`, if there are none yet."""
         if self.store is None:
             # weights that accelerate has offloaded are on the meta device
             device = x.device if attention.q_proj.weight.is_meta else None
@@ -102,7 +102,7 @@ class NSACacheLayer(CacheLayerMixin):
             self.store.reorder(torch.arange(self.batch_size, device=device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences at `indices` alone; a boolean vector `(B,)` keeps those where it is true."""
+        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
         if self.store is not None:
             self.store.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
@@ -117,7 +117,7 @@ class NSACacheLayer(CacheLayerMixin):
 
 
 def described_layers(config: Any) -> str:
-    """Return what the layers of an `NSAModelConfig` are: equal for two models where one's cache can hold the other's past."""
+    """Return a description of the layers of an `NSAModelConfig`; models with equal ones can share a cache."""
     return repr(config.decoder_layers())
 
 
@@ -127,7 +127,7 @@ class Deferred(NamedTuple):
     x: Tensor
     """(B, S, hidden_size)"""
     mask: Tensor | None
-    """(B, S): which are valid; None: all."""
+    """(B, S): True for valid tokens; None: all."""
 
     def rows(self, indices: Tensor) -> "Deferred":
         """Return the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
@@ -159,9 +159,9 @@ class NSAModelCache(Cache):
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.described = described_layers(config)
-        """What the layers are that it was built for."""
+        """The description of the layers for which it was built."""
         self.deferred: Deferred | None = None
-        """Tokens that the layers get before the next step; None if they have them all."""
+        """Tokens that the layers process before the next step; None if there are none."""
 
     @property
     def is_static(self) -> bool:
@@ -169,11 +169,11 @@ class NSAModelCache(Cache):
         return bool(self.layers[0].is_compileable)
 
     def start(self, attentions: list[Any], x: Tensor) -> None:
-        """Get ready for the tokens x `(B, S, hidden_size)`.
+        """Prepare for the tokens x `(B, S, hidden_size)`.
 
         Raises:
-            InputError: where it holds another number of sequences.
-            CacheOverflowError: where they do not fit, as far as the host knows.
+            InputError: if it holds another number of sequences.
+            CacheOverflowError: if they do not fit, as far as the host knows.
         """
         batch_size, num_tokens = x.shape[:2]
         for layer, attention in zip(self.layers, attentions, strict=True):
@@ -188,7 +188,7 @@ class NSAModelCache(Cache):
                     else f"use past_key_values.batch_repeat_interleave({repeats})"
                 )
             )
-        # the length of a static cache lies on its device: a step on a GPU does not wait for it
+        # the length of a static cache is on its device, and a step on a GPU does not wait for it
         is_free = not self.is_static or self.layers[0].length.device.type == "cpu"
         if not torch.compiler.is_compiling() and (num_tokens > 1 or is_free):
             self.require_room(int(self.get_seq_length()) + num_tokens)
@@ -232,7 +232,7 @@ class NSAModelCache(Cache):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences at `indices` alone; a boolean vector `(B,)` keeps those where it is true."""
+        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
         if self.deferred is not None:
             self.deferred = self.deferred.rows(indices.to(self.deferred.x.device))
         super().batch_select_indices(indices)

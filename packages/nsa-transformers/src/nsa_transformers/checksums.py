@@ -1,4 +1,4 @@
-"""The SHA-256 of a safetensors file's data, in its own metadata: it stays with the file, and goes where the file is written anew."""
+"""The SHA-256 of a safetensors file's data, in the file's metadata: copies keep it, rewritten files lose it."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from nsa_core.errors import InputError
 
 KEY = "data_sha256"
 UNSEALED = {KEY: "0" * 64}
-"""Metadata of a file that `seal` is to complete."""
+"""Metadata of a file before `seal` completes it."""
 
 
 def seal(file: Path) -> None:
@@ -19,7 +19,7 @@ def seal(file: Path) -> None:
     with file.open("r+b") as opened:
         header = _header(opened)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        # a tensor's name has its quotation marks escaped
+        # quotation marks in a tensor's name are escaped
         empty, filled = (f'"{KEY}":"{value}"'.encode() for value in (UNSEALED[KEY], digest))
         if header.count(empty) != 1:
             raise InputError(f"{file} was not written with the metadata that a checksum completes ({UNSEALED}); write it with them")

@@ -97,7 +97,7 @@ class NSAModelConfig(PreTrainedConfig):
     nsa_schema: int = SCHEMA
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in what depends on other fields, and judge the layers."""
+        """Fill in values that depend on other fields, and check the layers."""
         if self.nsa_schema > SCHEMA:
             raise ConfigError(
                 f"config.json has nsa_schema={self.nsa_schema} (this version of nsa-transformers reads up to {SCHEMA}); "
@@ -112,13 +112,13 @@ class NSAModelConfig(PreTrainedConfig):
         self.head_dim_qk = self.head_dim_qk or head_dim
         self.head_dim_v = self.head_dim_v or head_dim
         self.nsa = dict(self.nsa or {})
-        # a repository may have put its own name in front
+        # a repository may have prefixed its name
         super().__post_init__(**{**kwargs, "auto_map": dict(AUTO_MAP)})
         self.decoder_layers()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: every configuration that is saved names its classes, in a module of three lines."""
+        """Do nothing: every saved configuration names its classes, in a module of three lines."""
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return the content of config.json: all fields of this model, and others that differ from their defaults."""
@@ -156,7 +156,7 @@ class NSAModelConfig(PreTrainedConfig):
         return built * (self.num_hidden_layers // len(pattern))
 
     def _require_sizes(self) -> None:
-        """Raise ConfigError for a size that the layers do not have; `nsa_core` judges theirs."""
+        """Raise ConfigError for an invalid size outside the layers; `nsa_core` checks the layers' sizes."""
         for name in ("vocab_size", "intermediate_size", "max_position_embeddings"):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -25,7 +25,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: maximum documents of each task.
 
     Raises:
-        ConfigError: where lm-eval is not installed or refuses a task, an option cannot be, the file holds no tasks, or the folder no model.
+        ConfigError: if lm-eval is not installed or refuses a task, an option is invalid, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
     _require_options(device, batch_size, limit)
@@ -61,7 +61,7 @@ def _require_options(device: str, batch_size: int, limit: int | None) -> None:
             raise ConfigError(f"{name}={count} is below 1; use 8, or leave it out")
     try:
         torch.empty(0, device=device)
-    # torch without CUDA asserts it
+    # torch without CUDA raises AssertionError
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(f"--device={device!r} is not to be had here ({_line(error)}); use cpu") from None
 
@@ -126,7 +126,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.json is not None and not given.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json={str(given.json)!r} lies in no directory ({str(given.json.parent)!r} does not exist); make it first")
+            raise ConfigError(
+                f"--json={str(given.json)!r} is in no existing directory ({str(given.json.parent)!r} does not exist); make it first"
+            )
         results = evaluate(given.folder, given.tasks, device=given.device, batch_size=given.batch_size, limit=given.limit)
     except (NSAError, OSError) as error:
         sys.stderr.write(f"nsa_transformers.evaluate: {error}\n")

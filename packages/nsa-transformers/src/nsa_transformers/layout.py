@@ -117,7 +117,7 @@ def require_positions(positions: Tensor, padding: Padding | None, batch_size: in
     is_valid = torch.ones_like(moved, dtype=torch.bool) if padding is None else steps < padding.counts.unsqueeze(1)
     if bool(((moved != expected) & is_valid).any()):
         raise InputError(
-            "position_ids are not those of the tokens (after a cache or beside padding they count on from the tokens before, in steps of 1); "
+            "position_ids are not those of the tokens (after a cache or with padding they continue from the earlier tokens in steps of 1); "
             "leave position_ids out, or pass the attention_mask of the whole text"
         )
 

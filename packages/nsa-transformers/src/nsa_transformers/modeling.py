@@ -49,13 +49,13 @@ class NSAPreTrainedModel(Loaded, PreTrainedModel):
     _can_record_outputs: ClassVar[Any] = {"hidden_states": NSABlock}
 
     def post_init(self) -> None:
-        """Finish the construction; modules keep the weights that they drew when they were built."""
+        """Finish the construction; modules keep their initial weights."""
         for module in self.modules():
             module._is_hf_initialized = True
         super().post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the rows of an embedding or an output layer that replaces one of another size, as the first one was drawn."""
+        """Initialise a resized embedding or output layer like the original one."""
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.normal_(module.weight, std=EMBEDDING_STD)
 
@@ -146,7 +146,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         return self.training and torch.is_grad_enabled()
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raise InputError for ids beyond the vocabulary; those on a GPU are read by `generate` alone."""
+        """Raise InputError for ids beyond the vocabulary; only `generate` reads those on a GPU."""
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             require_known_ids(ids, self.config.vocab_size)
 
@@ -160,9 +160,9 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     def _whole(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, recorded: Any = None
     ) -> tuple[BaseModelOutputWithPast, bool]:
-        """Return the outputs for whole sequences, and True where they are packed.
+        """Return the outputs for whole sequences, and True if they are packed.
 
-        Padding is moved behind the valid tokens: causal attention keeps it out of their states.
+        Padding is moved after the valid tokens, so that causal attention hides it from them.
         """
         batch_size, num_tokens = x.shape[:2]
         padding = padding_of(mask, batch_size, num_tokens, 0)
@@ -209,7 +209,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         return outputs
 
     def _recorded(self, recorded: Any, x: Tensor, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
-        """Return what `hidden` returns, with the hidden states that `output_hidden_states` asks for; None: the configuration does."""
+        """Return the result of `hidden`, with the requested hidden states; None: as the configuration says."""
         asked = {} if recorded is None else {"output_hidden_states": recorded}
         outputs: BaseModelOutputWithPast = self._captured(x, *inputs, **options, **asked, return_dict=True)
         return outputs
@@ -316,7 +316,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
                     f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
                 )
             drafts = generation_config.prompt_lookup_num_tokens or 0
-            # drafts are appended before it is known which of them stay
+            # drafts are appended before it is known which are accepted
             given.require_room(max_cache_length + drafts)
             given.require_rollback(drafts)
             given._is_user_defined = True
@@ -328,7 +328,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             model_kwargs["past_key_values"] = NSAModelCache(self.config, most, static=True)
             return
-        # any number of drafts may be taken back
+        # any number of drafts may be removed
         has_drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         model_kwargs["past_key_values"] = NSAModelCache(self.config, keep_raw=bool(has_drafts))
 

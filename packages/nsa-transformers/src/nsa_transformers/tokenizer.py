@@ -47,7 +47,7 @@ def json_tokenizer(text: str, *, separator: int, pad: int, max_length: int | Non
 
 
 def id_tokenizer(num_ids: int, *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of ids that stand for no text, written as numbers: "17 4 23"."""
+    """Return a tokenizer of ids without text, written as numbers: "17 4 23"."""
     names = {str(index): index for index in range(num_ids) if index not in (separator, pad)}
     tokenizer = Tokenizer(models.WordLevel({**names, END_OF_TEXT: separator, PAD: pad}, unk_token=END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,7 +67,7 @@ def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None)
     """
     end = tokenizer.id_to_token(separator) or END_OF_TEXT
     tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])
-    # a tokenizer.json may have a pad of its own, which the model knows as a token like others
+    # a tokenizer.json may have its own pad, which is an ordinary token to the model
     filler = tokenizer.id_to_token(pad) or (PAD if tokenizer.token_to_id(PAD) is None else f"<|pad-{pad}|>")
     tokenizer.add_special_tokens([AddedToken(filler, normalized=False, special=True)])
     for name, index in ((end, separator), (filler, pad)):

@@ -63,7 +63,7 @@ class Loaded:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: every configuration that is saved names its classes, in a module of three lines."""
+        """Do nothing: every saved configuration names its classes, in a module of three lines."""
 
 
 def require_architecture(config: Any, *others: str) -> None:
@@ -76,7 +76,7 @@ def require_architecture(config: Any, *others: str) -> None:
 
 
 def require_whole(info: Any, where: str) -> None:
-    """Raise InputError if loading left tensors out."""
+    """Raise InputError if loading omitted tensors."""
     parts = {"missing": "missing_keys", "not of this model": "unexpected_keys", "of another shape": "mismatched_keys"}
     problems = []
     for what, key in parts.items():
@@ -93,7 +93,7 @@ def require_tied(model: Any, where: str) -> None:
     head = getattr(model, "lm_head", None)
     if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
         return
-    # what wraps parameters may keep two of equal values
+    # wrapped parameters may be two copies of equal values
     if torch.equal(head.weight, model.embedding.weight):
         return
     raise InputError(
@@ -164,7 +164,7 @@ def _is_quantized(config: Path) -> bool:
     try:
         return "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
-        # reading the configuration itself reports it
+        # reading the configuration reports this error
         return False
 
 
@@ -188,6 +188,6 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
     if not is_plain:
         raise InputError(
-            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files beside it); use the files of one export"
+            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files in the same folder); use the files of one export"
         )
     return [folder / name for name in names]

@@ -21,7 +21,7 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 OWN = {"Llama": {}, "Qwen2": {}, "Qwen3": {"rms_norm_eps": 1e-3}, "Mistral": {"sliding_window": None}}
-"""What each family of models has of its own."""
+"""The keys that only one family of models has."""
 NSA = {
     "compression_block_size": 4,
     "compression_stride": 2,
@@ -60,7 +60,7 @@ def dense(tmp_path):
 
 
 class Sparse(NamedTuple):
-    """A converted model, its folder, and what its conversion found."""
+    """A converted model, its folder, and the result of its conversion."""
 
     model: NSAForCausalLM
     folder: Path
@@ -69,7 +69,7 @@ class Sparse(NamedTuple):
 
 @pytest.fixture
 def convert(tmp_path):
-    """A function from a folder and options to the model that it becomes."""
+    """A function from a folder and options to the converted model."""
 
     def run(folder: Path, **options: Any) -> Sparse:
         out = tmp_path / "converted"

@@ -1,4 +1,4 @@
-"""Dense models as Llama, Qwen2 or Qwen3: what a conversion made of one of those becomes it again."""
+"""Dense models as Llama, Qwen2 or Qwen3: a converted model of these becomes the original again."""
 
 import pytest
 import torch

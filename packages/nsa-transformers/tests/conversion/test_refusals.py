@@ -1,4 +1,4 @@
-"""Bad input: each kind has an error of its own, and nothing is written."""
+"""Bad input: each kind has its own error, and nothing is written."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_heads_without_dimensions_are_not_taken_for_the_usual_ones(dense):
             "unknown key nsa.windowsize (the rule: a size of blocks or a field of NSAConfig); did you mean 'window_size'?",
         ),
         ({"nsa": {"rope_theta": 5.0}}, "--nsa rope_theta=5.0 is decided by the source's config.json; leave it out"),
-        ({"nsa": {"kv": "shared"}}, "--nsa kv=shared is an option of its own; use --kv shared"),
+        ({"nsa": {"kv": "shared"}}, "--nsa kv=shared is a separate option; use --kv shared"),
         ({"kv": "both"}, "--kv='both' is unknown (the rule: one of 'shared', 'separate'); use 'shared'"),
         ({"gates": "shut"}, "--gates='shut' is unknown (the rule: one of 'open', 'selected'); use 'open'"),
         ({"layers": "nsa"}, "--layers='nsa' is no pattern"),

@@ -75,7 +75,7 @@ class Plan:
 
 
 def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
-    """Return the plan of a shipped name or a TOML file; `overrides` (`table.key=value`) take the place of keys of its section `set`.
+    """Return the plan of a shipped name or a TOML file; `overrides` (`table.key=value`) replace keys of its section `set`.
 
     Raises:
         OptionError: with a line for each fault of the plan; a fault of one trial names the trial.
@@ -149,7 +149,7 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
         for point in points:
             for arm, keys in content["arms"].items():
                 settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
-                # as parts of a key of a dictionary
+                # as hashable parts of a dictionary key
                 plain = tuple((key, value if isinstance(value, int | float | str | bool) else str(value)) for key, value in point)
                 variant = Variant(arm, plain)
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))

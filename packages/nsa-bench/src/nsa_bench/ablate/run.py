@@ -87,7 +87,7 @@ def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float 
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    # SIGTERM is Ctrl-C here
+    # SIGTERM is handled like Ctrl-C
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
@@ -117,7 +117,7 @@ def command_of(folder: TrialFolder) -> list[str]:
 
 def _started(folder: TrialFolder) -> "subprocess.Popen[bytes]":
     with folder.log.open("ab") as log:
-        # a session of its own: Ctrl-C comes here alone, and is passed on once
+        # a separate session, so that only this process receives Ctrl-C and passes it on once
         return subprocess.Popen(command_of(folder), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -133,7 +133,7 @@ def _ended(folder: TrialFolder, code: int) -> str:
 
 
 def _end(running: "dict[TrialFolder, subprocess.Popen[bytes]]", say: Callable[[str], None]) -> None:
-    """Let every run save and end; a second signal meanwhile ends this process and leaves them to it."""
+    """Wait until every run has saved and ended; a second signal ends this process at once."""
     for process in running.values():
         with suppress(ProcessLookupError):
             process.terminate()

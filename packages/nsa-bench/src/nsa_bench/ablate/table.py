@@ -39,7 +39,7 @@ def run_ablation(
     Trials in `earlier`, JSON files of earlier calls, count as finished.
 
     Raises:
-        OptionError: for a plan or options that cannot be, before anything is written.
+        OptionError: for an invalid plan or option, before anything is written.
     """
     if side_by_side < 1:
         raise OptionError(f"--side-by-side={side_by_side} runs nothing; use 1 or more")
@@ -170,7 +170,7 @@ def _result(folder: TrialFolder) -> TrialResult:
 
 
 def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
-    """Return a line for each variant of `plan`, also where none of its trials is finished."""
+    """Return a line for each variant of `plan`, even if none of its trials is finished."""
     found = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
     means = {variant: {name: Mean.of([getattr(one, name) for one in own]) for name in AVERAGED} for variant, own in found.items()}
     best = {
@@ -193,7 +193,7 @@ def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
 
 
 def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult]) -> Mean | None:
-    """Return the mean difference over the seeds that both have: what a seed does to both alike falls out."""
+    """Return the mean difference over common seeds, which cancels effects of a seed on both."""
     by_seed = {one.seed: one.val_loss for one in baseline}
     return Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
 

@@ -40,7 +40,7 @@ def judge_run(out: RunDirectory, config: RunConfig, device: torch.device) -> lis
     """Return loss and right answers of the run's newest checkpoint on the rows of its evaluations; buckets are powers of two.
 
     Raises:
-        nsa_train.errors.TrainError: when the checkpoint or the data cannot be read.
+        nsa_train.errors.TrainError: if the checkpoint or the data cannot be read.
     """
     model = load_model(open_checkpoint(out.checkpoints)).to(device)
     precision = config.train.precision

@@ -1,4 +1,4 @@
-"""Turn the options of `nsa-bench attention` into jobs, and into the points or targets by which their results are judged."""
+"""Turn the options of `nsa-bench attention` into jobs, and into the points or targets with which results are compared."""
 
 import torch
 from attrs import frozen
@@ -33,7 +33,7 @@ FIXED_BY = {
 
 @frozen(kw_only=True)
 class Plan:
-    """The jobs, and the points of a sweep or the targets by which their results are judged."""
+    """The jobs, and the points of a sweep or the targets with which results are compared."""
 
     device: torch.device
     jobs: tuple[Job, ...]
@@ -54,13 +54,13 @@ def make_plan(options: AttentionOptions) -> Plan:
     if options.preset is not None:
         return _target_plan(options, device)
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
-    # where a part has few pairs, as compressed attention of short sequences, its cost by the pair is that of its queries
+    # a part with few pairs, such as compressed attention of short sequences, is dominated by its queries
     default = "nsa" if options.sweep else ",".join(OURS)
     operations = parse_names("--operations", options.operations or default, OURS)
     selections = parse_selections(options.selection or "random")
     for selection in selections:
         if isinstance(selection, Recorded):
-            # a file that holds none is refused before anything is measured
+            # a file without choices is refused before anything is measured
             read_recording(selection.path)
     geometry = parse_geometry(options.geometry or "32/16/64/16/512")
     dtype = dtype_of(options.dtype, device.type)

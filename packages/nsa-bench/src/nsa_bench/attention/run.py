@@ -45,7 +45,7 @@ BASELINE_PATIENCE = 1.5
 
 
 def run_attention(options: AttentionOptions, output: Output) -> list[Measurement]:
-    """Measure what `options` ask for, print the tables, write the files, and return the measurements.
+    """Measure the cases of `options`, print the tables, write the files, and return the measurements.
 
     Raises:
         OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
@@ -65,7 +65,7 @@ def run_plan(plan: Plan, setup: Setup, options: dict[str, Any], output: Output) 
 
     measurements = collect(run_jobs(plan.jobs, setup), options, output, judge)
     if plan.points:
-        # a table per point would bury the verdicts; the files have it all
+        # a table per point would hide the verdicts; the files have all points
         output.show(sweep_table(judge_sweep(plan.points, measurements)))
         return measurements
     output.show(*attention_tables(measurements))
@@ -123,7 +123,7 @@ def _measure_whole(job: Job, inputs: Inputs, setup: Setup, held_before: int) -> 
 
     overlap = _overlap(case, inputs, setup)
     tried = Implementation(operation="nsa", case=case, run=run, operands=operands_of("nsa", inputs))
-    # the expected values live no longer than this line, so that they are no part of the peak
+    # the expected values are freed after this line, so that they are not part of the peak
     checked = check_all(tried, expect("nsa", inputs, case.geometry, case.lengths), job.directions, setup.registry)
     for one in measure(tried, checked, job, setup.device, held_before=held_before):
         yield evolve(one, overlap=overlap)
@@ -197,7 +197,7 @@ def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
 
 
 def _overlap(case: Case, inputs: Inputs, setup: Setup) -> float | None:
-    """Return the measured overlap of the choices that the whole operation makes; None if they cannot be made."""
+    """Return the measured overlap of the whole operation's choices; None if they cannot be computed."""
     options = _options(case, inputs, setup)
     try:
         with torch.no_grad():

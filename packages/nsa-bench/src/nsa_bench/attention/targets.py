@@ -77,7 +77,7 @@ class Judgement:
 
     @property
     def verdict(self) -> str:
-        """Return "aim" or "must" where reached, else by how much it is missed; "no figure" where there is none."""
+        """Return "aim" or "must" if reached, else the miss; "no figure" if there is none."""
         if self.measured is None:
             return "no figure"
         if self.measured <= self.target.aim:

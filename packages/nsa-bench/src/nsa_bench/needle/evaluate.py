@@ -62,10 +62,10 @@ class ChoiceNote(LayerTelemetry):
         self.block_size = 1
 
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Note nothing."""
+        """Ignore the gates."""
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Note the choice of the last row."""
+        """Keep the choice of the last row."""
         self.blocks, self.block_size = block_indices[:, -1], geometry.selection_block_size
 
     def has(self, position: int) -> Tensor:
@@ -75,7 +75,7 @@ class ChoiceNote(LayerTelemetry):
 
 
 def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
-    """Return the haystacks `samples` of a length. The grid's seed, the length and its number determine each; no training row is drawn so."""
+    """Return the haystacks `samples` of a length. The grid's seed, the length and its number determine each; training rows use other seeds."""
     task, needles = plan.haystack(length), np.asarray(plan.needle_slots(length))
     ids, pairs = [], []
     for number in samples:
@@ -93,7 +93,7 @@ class Questions:
     """Haystacks in caches, which questions do not change."""
 
     def __init__(self, model: Decoder, stacks: Haystacks, chunk: int, device: torch.device) -> None:
-        """Read the haystacks, `chunk` tokens of each a pass."""
+        """Read the haystacks, `chunk` tokens of each per pass."""
         self._model, self._stacks = model, Haystacks(stacks.ids.to(device), stacks.needles.to(device), stacks.positions)
         self._choosing = [layer for layer in model.sparse_layers if "slc" in layer.config.branches]
         batch, length = stacks.ids.shape
@@ -131,10 +131,10 @@ class Evaluation:
     """The model of a run, and the grid on which it is evaluated."""
 
     def __init__(self, plan: NeedlePlan, config: RunConfig, run: RunDirectory) -> None:
-        """Load the newest checkpoint of `run` to the device that trained it.
+        """Load the newest checkpoint of `run` to the device on which it was trained.
 
         Raises:
-            nsa_train.errors.TrainError: when it cannot be read.
+            nsa_train.errors.TrainError: if it cannot be read.
         """
         self._plan, self._precision = plan, config.train.precision
         self._device = local_device(config.train.device, 0)

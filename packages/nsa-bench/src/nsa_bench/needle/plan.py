@@ -137,7 +137,7 @@ class NeedlePlan:
 
 
 def _first_in_reach(question: int, geometry: BlockGeometry) -> int:
-    """Return the first token that a row at `question` or later reads by its window or its local blocks, whatever it chooses."""
+    """Return the first token that a row at `question` or later reads by its window or its local blocks, for any choice."""
     own = question // geometry.selection_block_size
     return max(0, min(question - geometry.window_size + 1, (own - geometry.num_local_blocks + 1) * geometry.selection_block_size))
 
@@ -149,7 +149,7 @@ def _free_seed(config: RunConfig) -> int:
 def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()) -> tuple[NeedlePlan, Path]:
     """Return the plan of a shipped name or a TOML file, and the directory of its runs, by default needles/PLAN.
 
-    `overrides` (`table.key=value`) take the place of keys of every stage; those of table `grid` are the grid's.
+    `overrides` (`table.key=value`) replace keys of every stage; those of table `grid` are the grid's.
 
     Raises:
         OptionError: with a line for each fault of the plan.

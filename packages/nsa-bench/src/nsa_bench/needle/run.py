@@ -45,7 +45,7 @@ def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minu
     deadline = Deadline(minutes)
     try:
         for arm in arms:
-            # one at a time: each begins with the weights of the one before
+            # one at a time: each begins with the weights of the previous one
             if not run_trials(folders[arm], side_by_side=1, minutes=deadline.minutes, say=say):
                 return False
             if all(folder.judged.is_file() for folder in folders[arm]) and not _evaluate(plan, arm, out, deadline, say):
@@ -72,7 +72,7 @@ def _cells_file(out: Path, arm: Arm, length: int) -> Path:
 def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
     """Return the settings on which the answers depend, besides the weights."""
     grid = plan.grid
-    # the shuffled choice is drawn batch by batch, chunks sum in another order
+    # a shuffled choice is drawn per batch, and chunks change the order of sums
     return {
         "slots": plan.needle_slots(length),
         **{name: getattr(grid, name) for name in ("samples", "distractors", "seed", "batch_tokens", "chunk")},

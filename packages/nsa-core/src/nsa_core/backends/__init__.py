@@ -1,1 +1,1 @@
-"""The seam between the mathematics and its implementations."""
+"""The interface between the mathematics and its implementations."""

@@ -28,7 +28,7 @@ class Operation(StrEnum):
     WIN = "win"
     """Sliding-window attention: (queries, win) -> BranchOutput."""
     NSA = "nsa"
-    """All of Eq. 5 in one (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or out alone: then no reads are counted."""
+    """All of Eq. 5 (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or only out; then no reads are counted."""
     APPEND = "append"
     """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, blocks, start, count) -> None."""
     CHOOSE = "choose"
@@ -38,14 +38,14 @@ class Operation(StrEnum):
 
 
 class Layout(StrEnum):
-    """How sequences lie in the tensors; `layout_of` returns the layout of operands."""
+    """How sequences are arranged in the tensors; `layout_of` returns the layout of operands."""
 
     DENSE = "dense"
     """B sequences of S tokens; query t is row t."""
     PACKED = "packed"
     """B = 1; `cu_seqlens` bounds the sequences."""
     CACHED = "cached"
-    """Keys are stores of each sequence; query row i of sequence b stands at start[b] + i."""
+    """Keys are stores of each sequence; query row i of sequence b is at position start[b] + i."""
     PAGED = "paged"
     """As CACHED, with stores (pages, page_size, G, D) and a page_table (B, max_pages)."""
     RAGGED = "ragged"
@@ -53,7 +53,7 @@ class Layout(StrEnum):
 
 
 class Queries(NamedTuple):
-    """Query rows and where they stand. A tuple and no attrs class, because graphs being traced build it."""
+    """Query rows and their positions. A tuple, not an attrs class, because traced graphs build it."""
 
     q: Tensor
     """(B, S, H, D_k); packed or ragged: (1, total, H, D_k)."""
@@ -64,11 +64,11 @@ class Queries(NamedTuple):
     start: Tensor | None = None
     """int32 (N,), position of each sequence's first row; None: position 0."""
     count: Tensor | None = None  # type: ignore[assignment]
-    """int32 (N,), rows of each sequence that count; the others give out 0, lse -inf. None: all."""
+    """int32 (N,), valid rows of each sequence; the others give out 0, lse -inf. None: all."""
 
 
 class Keys(NamedTuple):
-    """The keys and values of one branch and where they lie."""
+    """The keys and values of one branch, and their positions."""
 
     k: Tensor
     """(B, T, G, D_k); packed: (1, total, G, D_k); paged: (pages, page_size, G, D_k)."""
@@ -90,7 +90,7 @@ class Keys(NamedTuple):
 
 
 def layout_of(queries: Queries, keys: Keys) -> Layout:
-    """Return how the sequences of the operands lie."""
+    """Return the layout of the operands."""
     if queries.start is None:
         return Layout.DENSE if queries.cu_seqlens is None else Layout.PACKED
     if queries.cu_seqlens is not None:
@@ -119,7 +119,7 @@ class Reason:
 
     @classmethod
     def policy(cls, message: str) -> "Reason":
-        """Return a reason why the backend should not run unless it is asked for by name."""
+        """Return a reason why the backend should not run unless it is selected by name."""
         return cls(ReasonKind.POLICY, message)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class BranchRequest:
     compute_capability: tuple[int, int] | None = None
     """(major, minor) of a CUDA device, None elsewhere."""
     device_index: int | None = None
-    """The CUDA device of the operands; None elsewhere, and where the request stands for a machine that need not be here."""
+    """The CUDA device of the operands; None elsewhere, and in a request for another machine."""
     dtype: torch.dtype = torch.float32
     """The dtype of q."""
     kv_dtype: torch.dtype = torch.float32
@@ -157,9 +157,9 @@ class BranchRequest:
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
     needs_lse_grad: bool = False
-    """True where lse may get a gradient as well: an operation called by itself hands lse to its caller. Eq. 5 drops it."""
+    """True if lse may get a gradient: a single operation returns lse to its caller, Eq. 5 does not."""
     is_aligned: bool = True
-    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
+    """False if a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices only."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
@@ -173,12 +173,12 @@ class Capability:
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes of q, k and v."""
     stored_dtypes: tuple[torch.dtype, ...] = ()
-    """Dtypes of k and v alone, such as FP8 stores with scales."""
+    """Dtypes that only k and v may have, such as FP8 stores with scales."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
     lse_gradient: bool = True
-    """False: out alone is differentiated, and a gradient of lse raises in the backward pass."""
+    """False: only out is differentiable, and a gradient of lse raises in the backward pass."""
     deterministic_gradient: bool = True
     max_head_dim: int | None = None
 
@@ -265,21 +265,21 @@ class BranchBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name it is asked for by, unique per operation."""
+        """Return the name by which callers select it, unique per operation."""
 
     @property
     def operation(self) -> Operation:
-        """Return what it implements."""
+        """Return the operation that it implements."""
 
     @property
     def capability(self) -> Capability:
-        """Return what it can do."""
+        """Return its abilities."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against serving `request`, at once; empty: eligible."""
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much this backend is wanted; "auto" takes the highest. The SDPA reference stands at 0."""
+        """Return the priority; "auto" takes the highest. The SDPA reference has 0."""
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation; the protocols below have the operands and the result of each."""
@@ -352,4 +352,4 @@ class NotingBackend(Protocol):
     """A backend that also notes how it would serve a request, such as by slower kernels than its fastest. Optional."""
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return sentences for the user on how it would serve `request`; empty where there is nothing to note."""
+        """Return sentences for the user on how it would serve `request`; empty if there is nothing to note."""

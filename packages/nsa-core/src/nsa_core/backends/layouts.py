@@ -1,4 +1,4 @@
-"""Pages, FP8 stores and ragged rows as plain rows of stores, for backends whose kernels read nothing else. It copies what it changes."""
+"""Pages, FP8 stores and ragged rows as plain rows of stores, for backends whose kernels read nothing else. Every conversion is a copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
 def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
     """Return what `compute` makes of `operands`, with Keys as `keys_in_rows` and ragged rows as a batch of N sequences.
 
-    `compute` sees the layouts DENSE, PACKED and CACHED alone. Results come back ragged; gradients pass through.
+    `compute` sees only the layouts DENSE, PACKED and CACHED. Results come back ragged; gradients pass through.
     """
     queries, *others = operands
     others = [keys_in_rows(x, queries.q.dtype) if isinstance(x, Keys) else x for x in others]
@@ -39,7 +39,7 @@ def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> A
         return compute(queries, *others, **keywords)
     total, longest, num_sequences = queries.q.shape[1], queries.max_count, queries.start.shape[0]
     ids = sequence_ids(queries.cu_seqlens, total)
-    # a row after the last sequence goes to a slot of its own
+    # rows after the last sequence go to a separate slot
     slots = ids * longest + torch.arange(total, device=ids.device) - queries.cu_seqlens.long()[ids]
 
     def spread(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`attention_op`: an operation declared once, by two plain functions, as a custom op that torch.compile, FSDP and checkpointing see through.
+"""`attention_op`: declares an operation once, from two plain functions, as a custom op for torch.compile, FSDP and checkpointing.
 
 The declaration generates the schema, the fake implementation, autograd, and the flattening of `Queries` and `Keys`.
 """
@@ -27,7 +27,7 @@ SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool:
 
 
 class Declared(NamedTuple):
-    """An op as torch knows it, for as long as the process lives."""
+    """An op that is registered with torch for the life of the process."""
 
     library: torch.library.Library
     schema: str
@@ -36,7 +36,7 @@ class Declared(NamedTuple):
 
 
 DECLARED: dict[str, Declared] = {}
-"""Every declared op. Torch gets each once: its 2.11 crashes where an op is taken back and declared anew."""
+"""Every declared op. Each is registered once: torch 2.11 crashes when an op is deregistered and registered again."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
@@ -60,7 +60,7 @@ def attention_op(
         forward: `forward(*operands, geometry=, scale=, needs_grad=)` returns the results in order and then, where `needs_grad`
             is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
-            for NSA of the gates. `grads` is (dout, dlse), either of them None where no gradient comes, or for NSA (dout,);
+            for NSA of the gates. `grads` is (dout, dlse), either of them None if no gradient comes, or for NSA (dout,);
             `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
         operation: the operation that the functions compute.
         saves: `saves(*operands, geometry=)` returns what `backward` reads in addition to the results, uninitialised; None for what is not
@@ -103,7 +103,7 @@ def attention_op(
     def call(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
         flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
         needs_grad = backward is not None and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
-        # where nothing is differentiated the op skips autograd; a graph being traced cannot skip it
+        # without gradients the op skips autograd; a traced graph cannot skip it
         run = op if needs_grad or torch.compiler.is_compiling() else below_autograd
         found = run(*flat, list(geometry.as_tuple()), scale, needs_grad)
         return found if is_choice else result(found[0], found[1])
@@ -131,10 +131,10 @@ def declare_op(
 ) -> Any:
     """Return the op `name` with its implementation, for every device unless `dispatch_key` says otherwise, and its fake.
 
-    Both replace those of a declaration before; torch gets the op once in a process, also where a package is imported again.
+    Both replace those of an earlier declaration; torch registers the op once per process, even if a package is imported again.
 
     Raises:
-        InputError: where it was declared with another schema.
+        InputError: if it was declared with another schema.
     """
     namespace, op_name = name.split("::")
     if name not in DECLARED:
@@ -206,7 +206,7 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            # read once: checkpointing hands out every saved tensor a single time
+            # read once: checkpointing returns every saved tensor only once
             saved, count = ctx.saved_tensors, len(ctx.constants)
             found: list[Any] = [None] * (count + 1)
             if any(grad is not None for grad in grads[:num_grads]):

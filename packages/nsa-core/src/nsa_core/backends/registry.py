@@ -18,43 +18,43 @@ from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
 MAX_ROUTES = 4096
-"""Requests remembered before the memory starts anew."""
+"""Requests that are cached; then the cache is cleared."""
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
-"""Called at each choice with what was asked for, the request, and the name of the backend, None where none serves."""
+"""Called at each choice with the requested backend, the request, and the chosen backend's name (None if none serves)."""
 
 
 @frozen(kw_only=True)
 class Candidate:
-    """One backend's standing for one request."""
+    """One backend with its reasons against one request."""
 
     name: str
     preference: int
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
-    """Sentences for the user on how it serves the request; they are no reasons against it."""
+    """Sentences for the user on how it serves the request; they do not count against it."""
 
     @property
     def is_eligible(self) -> bool:
-        """Return True where "auto" may take it."""
+        """Return True if "auto" may take it."""
         return not self.reasons
 
     @property
     def is_capable(self) -> bool:
-        """Return True where it can run, policy aside."""
+        """Return True if it can run, regardless of policy."""
         return all(reason.kind is ReasonKind.POLICY for reason in self.reasons)
 
 
 @frozen(kw_only=True)
 class RoutingDecision:
-    """Which backend serves a request, and what stands against each of the others."""
+    """Which backend serves a request, and the reasons against each of the others."""
 
     request: BranchRequest
     backend: str
-    """The backend that was asked for: "auto" or a name."""
+    """The requested backend: "auto" or a name."""
     chosen: str | None
-    """The name of the backend that serves it; None where none does."""
+    """The name of the backend that serves it; None if none does."""
     candidates: tuple[Candidate, ...]
     """Every backend of the operation, most preferred first."""
 
@@ -68,13 +68,13 @@ class RoutingDecision:
 
 
 class BackendRegistry:
-    """Backends by operation and name. Routing is remembered per request."""
+    """Backends by operation and name. Routing is cached per request."""
 
     def __init__(self, backends: tuple[BranchBackend, ...] = ()) -> None:
         """Register `backends`, in order.
 
         Raises:
-            DuplicateBackendError: when two have one name for one operation.
+            DuplicateBackendError: if two have one name for one operation.
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
@@ -89,7 +89,7 @@ class BackendRegistry:
         """Add `backend`.
 
         Raises:
-            DuplicateBackendError: when its name is taken for its operation.
+            DuplicateBackendError: if its name is taken for its operation.
         """
         if backend.name == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
@@ -104,14 +104,14 @@ class BackendRegistry:
         self._routes.clear()
 
     def has(self, operation: Operation | str, name: str) -> bool:
-        """Return True where `name` implements `operation`."""
+        """Return True if `name` implements `operation`."""
         return (name, operation) in self._indices
 
     def named(self, operation: Operation | str, name: str) -> BranchBackend:
         """Return the backend `name` of `operation`.
 
         Raises:
-            BackendUnavailableError: when there is none; the message lists those that exist.
+            BackendUnavailableError: if there is none; the message lists those that exist.
         """
         if self.has(operation, name):
             return self.backends[self._indices[name, operation]]
@@ -141,7 +141,7 @@ class BackendRegistry:
         """Return the backend that serves `request`.
 
         Raises:
-            BackendUnavailableError: when `backend` is unknown or incapable, or "auto" finds none; with all reasons.
+            BackendUnavailableError: if `backend` is unknown or incapable, or "auto" finds none; with all reasons.
         """
         return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
 
@@ -154,7 +154,7 @@ class BackendRegistry:
         where "auto" finds no eligible backend, instead of an error.
         """
         key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts.values())
-        # the request itself, with its checks, is made at the first of such calls alone
+        # only the first such call builds and checks the request
         return self._observed(backend, self._remembered(key, lambda: _request_of(**facts)))
 
     def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
@@ -181,7 +181,7 @@ class BackendRegistry:
         return index
 
     def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> tuple[int, BranchRequest]:
-        """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
+        """Return the cached choice for `key`, which begins with the requested backend and whether it is optional."""
         found = self._routes.get(key)
         if found is None:
             if len(self._routes) >= MAX_ROUTES:
@@ -198,7 +198,7 @@ class BackendRegistry:
             if optional and backend == AUTO:
                 return -1
             why = (
-                "no backend serves this request (backend='auto' takes one that nothing stands against); "
+                "no backend serves this request (backend='auto' takes an eligible one); "
                 "name one that only policy refuses, or fix the reasons against them"
                 if backend == AUTO
                 else f"backend {backend!r} cannot serve this request (a named backend never falls back); "

@@ -18,7 +18,7 @@ GEOMETRY_SIZES = 5
 
 
 def user_file() -> Path:
-    """Return the user's own table: `nsa/thresholds.json` in torch's cache, `~/.cache/torch` unless torch is set up otherwise."""
+    """Return the path of the user's table: `nsa/thresholds.json` in torch's cache, `~/.cache/torch` unless torch is set up otherwise."""
     return Path(torch.hub.get_dir()).parent / "nsa" / "thresholds.json"
 
 
@@ -40,12 +40,12 @@ class MinLength:
     backend: str
     against: str
     min_length: int | None
-    """In tokens; None where it was faster at no length up to `max_length`."""
+    """In tokens; None if it was faster at no length up to `max_length`."""
     max_length: int
     """The longest length that was measured."""
 
     def is_of(self, request: BranchRequest) -> bool:
-        """Return True where the call is like the measured one but for its length, its batch and its number of KV heads."""
+        """Return True if the call differs from the measured one only in length, batch and number of KV heads."""
         return (
             self.operation is request.operation
             and self.compute_capability == request.compute_capability
@@ -64,14 +64,14 @@ class MinLength:
 
 @frozen(kw_only=True)
 class ThresholdTable:
-    """The entries of a file; none where there is no file, or one that cannot be used."""
+    """The entries of a file; empty if the file is missing or cannot be used."""
 
     entries: tuple[MinLength, ...] = ()
     problem: str | None = None
-    """Why the file cannot be used, and what to do; None where it can, or does not exist."""
+    """Why the file cannot be used, and what to do; None if it can, or does not exist."""
 
     def of(self, request: BranchRequest, backend: str) -> tuple[MinLength, ...]:
-        """Return what was measured of `backend` for calls like `request`, an entry for each backend it was compared with."""
+        """Return the entries of `backend` for calls like `request`, one for each backend that it was compared with."""
         return tuple(entry for entry in self.entries if entry.backend == backend and entry.is_of(request))
 
 
@@ -93,7 +93,7 @@ def read_table(path: Path) -> ThresholdTable:
     except (KeyError, TypeError, AttributeError) as error:
         why = f"has a damaged row ({type(error).__name__}: {error})"
     except (ValueError, RecursionError) as error:
-        # also of text that is not UTF-8 or not JSON
+        # text that is not UTF-8 or not JSON included
         why = f"is damaged or no table of thresholds ({error})"
     return ThresholdTable(problem=f"{path} {why}; remove it, and write it again by `nsa-bench thresholds --write`")
 

@@ -1,4 +1,4 @@
-"""How many tokens each sequence holds, and how far a crop may still go back: bounds on the host, or the numbers on the device."""
+"""How many tokens each sequence holds, and how far a crop may go back: bounds on the host, or exact numbers on the device."""
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def count_step(
             f"build it with new_cache({held.shape[0]}, {longest}) or append at most {max_seqlen - int(held[where])}"
         )
     planned[0] = grown
-    # what is not read may be 0, and then wins back nothing of what a rollback used up
+    # a count that is not read may be 0, and then restores nothing of the rollback
     planned[1] = (depth - counts).clamp(min=0) if is_exact else depth
     if in_place:
         depth.copy_(torch.maximum(depth, counts))
@@ -99,7 +99,7 @@ _count_in_graph.register_fake(lambda *_: None)
 
 
 LOST = 2**31 - 1
-"""Stands in `DeviceBounds.reached` for a sequence that lost tokens below `max_seqlen`, where its pages end."""
+"""The value in `DeviceBounds.reached` of a sequence that lost tokens below `max_seqlen`, at the end of its pages."""
 
 
 class DeviceBounds:
@@ -122,7 +122,7 @@ class DeviceBounds:
 
         They fit below `max_seqlen`, and below `limit` `(B,)` where the sequences have pages.
         """
-        # a step waits for each of these operations
+        # each of these operations delays a step
         end = self.lengths + wanted
         if limit is None:
             added = end.clamp(max=self.max_seqlen).sub_(self.lengths)
@@ -136,7 +136,7 @@ class DeviceBounds:
         return added
 
     def end(self) -> None:
-        """Note that the rings have the step's tokens; the lengths are advanced by now. Of a step in place `begin` noted it."""
+        """Note that the rings have the step's tokens; the lengths are advanced by now. For a step in place, `begin` did it."""
         self.reached.clamp_(min=self.lengths)
 
     def crop(self, counts: Tensor, max_rollback: int) -> None:
@@ -172,7 +172,7 @@ class DeviceBounds:
 
 
 def check_crop(counts: Tensor, held: Tensor, depth: Tensor, max_rollback: int) -> None:
-    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits where they lie on a GPU."""
+    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits if they are on a GPU."""
     too_deep = (counts > 0) & (counts > torch.minimum(held, max_rollback - depth))
     if not bool(too_deep.any()):
         return

@@ -24,9 +24,9 @@ from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
 
 FIRST_CAPACITY = 1024
-"""Tokens of each sequence that a cache which grows has room for at first, unless its bound is lower."""
+"""Initial capacity of a growing cache, in tokens per sequence, unless its bound is lower."""
 UNLIMITED = 2**31 - 1
-"""No sequence is longer: positions are int32."""
+"""The longest sequence: positions are int32."""
 MAX_FORMS = 64
 """Most entries of `NSACache.known_forms`."""
 
@@ -39,11 +39,11 @@ class Step(NamedTuple):
     added: Tensor
     """int32 (B,): its new tokens."""
     in_place: bool
-    """True where the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
+    """True if the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
 
 
 class NSACache:
-    """The KV cache of one layer for a batch of sequences, each of its own length."""
+    """The KV cache of one layer for a batch of sequences, with separate lengths."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class NSACache:
         The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
         its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
 
-        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks lie in `num_pages`
-        pages (None: enough for all sequences), and a sequence has room where `reserve` gave it pages; such stores do not grow.
+        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks have `num_pages`
+        pages (None: enough for all sequences), and `reserve` gives pages to a sequence; such stores do not grow.
         `kv_dtype=torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per
-        token and KV head; phi and the choice of blocks read what was there before.
+        token and KV head; phi and the choice of blocks read unconverted values.
 
         `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
         to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
@@ -95,7 +95,7 @@ class NSACache:
         self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
         """The pages of a paged cache, None for another one."""
         capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
-        # a truth value of its own: a compiled step would be compiled again for every other capacity that it compares
+        # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
         options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
         self.stores = Stores(config, batch_size, heads, options, device)
@@ -103,8 +103,8 @@ class NSACache:
         """int32 (B,): tokens held of each sequence."""
         self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if static else HostBounds(batch_size)
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
-        """Shape and dtype of q, and `Step.in_place`, of the steps that the stores were found to fit; emptied where stores are replaced."""
-        # Table 4 counts all three branches, so nothing is counted of a layer with fewer
+        """Shape and dtype of q, and `Step.in_place`, of steps that passed the checks; cleared when stores are replaced."""
+        # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
@@ -192,7 +192,7 @@ class NSACache:
         A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads nothing.
 
         Raises:
-            CacheOverflowError: when a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
+            CacheOverflowError: if a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
                 exactly, one on the GPU is not read and counts as `num_queries`.
             InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
         """
@@ -208,10 +208,10 @@ class NSACache:
         if self.read_counter is not None:
             self.read_counter.reads = None
         if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
-            # nothing is left to grow, so the graph need not end
+            # the stores cannot grow any more, so the graph need not end
             self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
             return Step(self.lengths.clone(), wanted, in_place)
-        # importing it loads torch's compiler, which only a step needs
+        # imported here because it loads torch's compiler, which only a step needs
         from nsa_core.kv_cache.growth import make_room
 
         make_room(self, num_queries, query_count, in_place)
@@ -224,7 +224,7 @@ class NSACache:
     def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
         """Return the keys that the sliding branch reads of a step's `rows` by store; None without the branch.
 
-        They are the selected branch's store where the two share it, else the ring, or a copy of its last tokens and the new ones behind them.
+        They are the selected branch's store if the two share it, else the ring, or a copy of its last tokens followed by the new ones.
         """
         if "win" not in self.config.branches:
             return None
@@ -240,13 +240,13 @@ class NSACache:
         return Keys(k, v, k.shape[1], first=step.start - tail, k_scale=k_scale, v_scale=v_scale)
 
     def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
-        """Make room for `num_tokens` tokens of a sequence of a paged cache that has `length` now, in pages that it alone writes.
+        """Reserve pages for `num_tokens` tokens of a sequence that now has `length`; only this sequence writes them.
 
         Pages that other sequences read as well are copied where a later step would write them: tokens from `length` on, and blocks
         that are not complete. The caller says the length, so nothing waits for a GPU.
 
         Raises:
-            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
             InputError: for a cache without pages, or a sequence that it does not hold.
         """
         if self.pages is None:
@@ -279,7 +279,7 @@ class NSACache:
         A static cache waits for its device here, and so does a call with counts on a GPU. If an error is raised, nothing changes.
 
         Raises:
-            CacheOverflowError: when crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
+            CacheOverflowError: if crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
                 sequence of a static cache lost tokens.
             InputError: for other than one count of 0 or more per sequence.
         """
@@ -289,14 +289,14 @@ class NSACache:
             shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
             raise InputError(f"num_tokens={shown} (0 or more, one per sequence); give {self.batch_size} counts")
         self.bounds.crop(counts.long(), self.max_rollback)
-        # a bound may lie above its length, so its check alone does not keep the length from passing 0
+        # a bound may exceed the length, so checking the bound does not keep the length at 0 or above
         self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
 
     def reset(self, indices: Tensor | None = None) -> None:
         """Empty the sequences at `indices` (None: all), so that new ones may begin there.
 
         Raises:
-            CacheOverflowError: where one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
+            CacheOverflowError: if one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
         """
         chosen = None if indices is None else self._checked(indices)
         lost = self.bounds.lost(chosen)
@@ -327,7 +327,7 @@ class NSACache:
         """Keep only the sequences at `indices` `(B',)`, in order. A static cache keeps its batch size; the other slots are empty.
 
         Raises:
-            CacheOverflowError: where a sequence of a static cache lost tokens; it waits for its device here.
+            CacheOverflowError: if a sequence of a static cache lost tokens; it waits for its device here.
             InputError: as `reorder`, or for more indices than a static cache has sequences.
         """
         chosen = self._checked(indices)

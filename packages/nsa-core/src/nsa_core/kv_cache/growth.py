@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
-    """Count a step on the host, and let the stores grow where it does not fit. A graph that is being traced ends here.
+    """Count a step on the host, and grow the stores if it does not fit. A traced graph ends here.
 
     Raises:
-        CacheOverflowError: when a sequence may outgrow `max_seqlen`.
-        InputError: where a CUDA graph captures the step.
+        CacheOverflowError: if a sequence may outgrow `max_seqlen`.
+        InputError: if a CUDA graph captures the step.
     """
     bounds, stores = cache.bounds, cache.stores
     assert isinstance(bounds, HostBounds)
@@ -36,7 +36,7 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
         if bool(short.any()):
             b = int(short.int().argmax())
             raise CacheOverflowError(
-                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its own pages have room for {int(room[b])}); "
+                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its pages have room for {int(room[b])}); "
                 f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
             )
     longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)
@@ -47,5 +47,5 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return True where a CUDA graph captures what runs on `device`."""
+    """Return True if a CUDA graph captures what runs on `device`."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

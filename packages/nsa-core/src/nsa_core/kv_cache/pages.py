@@ -1,4 +1,4 @@
-"""PageTable: which pages of a cache's stores hold which tokens of which sequence. It lives on the host and writes a table on the device."""
+"""PageTable: which pages of a cache's stores hold which tokens of which sequence. It is kept on the host and writes a table on the device."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Copies(NamedTuple):
 
 
 class PageTable:
-    """Pages of the sequences of a batch. Several sequences may share pages that none of them writes any more."""
+    """Pages of the sequences of a batch. Sequences may share pages that none of them writes any more."""
 
     def __init__(self, batch_size: int, max_seqlen: int, num_pages: int, page_size: int, device: torch.device | str) -> None:
         """Start with `num_pages` free pages of `page_size` tokens."""
@@ -53,7 +53,7 @@ class PageTable:
         return torch.where(first_open >= shared, held, 0)
 
     def assign(self, sequence: int, pages: Sequence[int]) -> None:
-        """Give a sequence without pages these, in the order of its tokens; pages that other sequences have are shared.
+        """Assign pages to a sequence that has none, in the order of its tokens; pages of other sequences become shared.
 
         Raises:
             InputError: for a sequence that has pages, or pages that the stores do not have, or one named twice.
@@ -68,10 +68,10 @@ class PageTable:
         self._replace(sequence, list(pages))
 
     def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
-        """Let a sequence alone have its pages from number `first` on, enough of them for `num_tokens` tokens; return what to copy.
+        """Make a sequence the only owner of its pages from number `first` on, enough for `num_tokens` tokens; return the copies to make.
 
         Raises:
-            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
         """
         pages = list(self._pages[self._checked(sequence)])
         needed = -(-num_tokens // self.page_size)
@@ -94,10 +94,10 @@ class PageTable:
         return copies
 
     def free(self, sequence: int) -> None:
-        """Give the pages of a sequence back; those that others share stay theirs.
+        """Free the pages of a sequence; pages that others share stay with them.
 
         Raises:
-            InputError: where it has none, as after a first `free`.
+            InputError: if it has none, as after a first `free`.
         """
         if not self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has no pages (they are freed once); drop the second free")
@@ -111,7 +111,7 @@ class PageTable:
         self._write([pages if place == sequence else have for place, have in enumerate(self._pages)])
 
     def _write(self, pages: list[list[int]]) -> None:
-        """Note the pages of every sequence, and write the tensors: in place, unless the number of sequences changes."""
+        """Store the pages of every sequence and update the tensors, in place unless the number of sequences changes."""
         self._pages = pages
         readers = Counter(page for have in pages for page in have)
         self._num_readers = [readers[page] for page in range(self.num_pages)]

@@ -13,9 +13,9 @@ from nsa_core.kv_cache.pages import Copies, PageTable
 
 DEFAULT_MAX_ROLLBACK = 64
 RINGS = ("win", "raw")
-"""The stores that hold the last tokens alone."""
+"""The stores that hold only the last tokens."""
 PAGED = ("slc", "cmp")
-"""The stores that may lie in pages."""
+"""The stores that may be paged."""
 CONVERTED = ("slc", "win")
 """The stores that `kv_dtype` converts: phi and the choice of blocks read the others."""
 KV_DTYPES = (torch.float8_e4m3fn,)
@@ -25,7 +25,7 @@ class StoreOptions(NamedTuple):
     """How a cache stores its tokens."""
 
     capacity: int
-    """Tokens of a sequence that there is room for; paged: that its page table can name."""
+    """Tokens of a sequence that fit; paged: that its page table can address."""
     max_rollback: int
     dtype: torch.dtype
     """The dtype that keys and values are computed in."""
@@ -35,7 +35,7 @@ class StoreOptions(NamedTuple):
 
 
 class Stores:
-    """Keys and values per branch, `(B, rows, G, D)`; paged `(pages + 1, rows of a page, G, D)`, where the last page takes what is no row."""
+    """Keys and values per branch, `(B, rows, G, D)`; paged `(pages + 1, rows of a page, G, D)`, where the last page takes invalid rows."""
 
     def __init__(self, config: NSAConfig, batch_size: int, num_kv_heads: int, options: StoreOptions, device: torch.device | str) -> None:
         """Allocate zeros.
@@ -70,7 +70,7 @@ class Stores:
 
     @property
     def window_reads_all(self) -> bool:
-        """Return True where the sliding branch reads the selected branch's store, which holds the same keys and values."""
+        """Return True if the sliding branch reads the selected branch's store, which holds the same keys and values."""
         return self.config.kv == "shared" and {"slc", "win"} <= set(self.config.branches)
 
     def sizes(self, capacity: int) -> dict[str, int]:
@@ -92,7 +92,7 @@ class Stores:
         return self.pages.page_size // (self.config.geometry.compression_stride if name == "cmp" else 1)
 
     def keys_of(self, name: str) -> Keys:
-        """Return the store `name` as an operand; where it has no values, its keys stand for them."""
+        """Return the store `name` as an operand; if it has no values, its keys are passed instead."""
         rows = self.capacity if name != "cmp" else blocks.num_compressed_blocks(self.capacity, self.config.geometry)
         table = None if self.pages is None or name not in PAGED else self.pages.table
         k_scale = self.key_scales.get(name)
@@ -125,11 +125,11 @@ class Stores:
         return found
 
     def grow(self, capacity: int) -> None:
-        """Give every sequence room for `capacity` tokens; what the stores hold is copied."""
+        """Grow the stores to `capacity` tokens per sequence and copy their content."""
         sizes = self.sizes(capacity)
         for stores in self._all():
             for name, store in stores.items():
-                # a ring that grows has not wrapped: it was as long as its sequence
+                # a ring that grows has not wrapped: it holds the whole sequence
                 if store.shape[1] < sizes[name]:
                     stores[name] = store.new_zeros(store.shape[0], sizes[name], *store.shape[2:])
                     stores[name][:, : store.shape[1]] = store

@@ -1,4 +1,4 @@
-"""The built-in backends, registered through the same hook as everybody's."""
+"""The built-in backends, registered through the same hook as any plug-in's."""
 
 from collections.abc import Sequence
 

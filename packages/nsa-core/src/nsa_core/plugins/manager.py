@@ -20,7 +20,7 @@ BUILTIN = "nsa_core.plugins.builtin"
 
 @frozen(kw_only=True)
 class LoadedPlugin:
-    """A plug-in that gave its backends."""
+    """A plug-in that returned its backends."""
 
     name: str
     origin: str
@@ -47,7 +47,7 @@ class Plugins:
         """Return a registry of every loaded backend.
 
         Raises:
-            DuplicateBackendError: when two plug-ins offer one name for one operation; both are named.
+            DuplicateBackendError: if two plug-ins offer one name for one operation; both are named.
         """
         registry = BackendRegistry()
         for plugin in self.loaded:
@@ -77,7 +77,7 @@ def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
 
 
 def _ask(plugin: ModuleType | Any, name: str, origin: str) -> LoadedPlugin:
-    """Return what one plug-in offers; its own manager, so that no plug-in can disturb another."""
+    """Return the backends of one plug-in, from a separate manager, so that no plug-in can disturb another."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name=name)
@@ -103,7 +103,7 @@ def _check_backend(backend: Any) -> None:
         raise ValueError(f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)})")
     name: object = backend.name
     if not isinstance(name, str) or name in ("", AUTO):
-        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a word of its own, and 'auto' is routing); rename it")
+        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a string that is not empty and not 'auto'); rename it")
 
 
 def _origin(entry_point: EntryPoint) -> str:
@@ -113,7 +113,7 @@ def _origin(entry_point: EntryPoint) -> str:
 
 @define
 class _Process:
-    """The one piece of module state: what the process found when it first needed a backend."""
+    """The only module state: the plug-ins that the process found when it first needed a backend."""
 
     plugins: Plugins | None = field(default=None)
     registry: BackendRegistry | None = field(default=None)
@@ -134,7 +134,7 @@ def default_registry() -> BackendRegistry:
     """Return the process's registry, built from the entry points on first use.
 
     Raises:
-        DuplicateBackendError: when two installed plug-ins offer one name for one operation.
+        DuplicateBackendError: if two installed plug-ins offer one name for one operation.
     """
     _build_once()
     assert _process.registry is not None
@@ -142,7 +142,7 @@ def default_registry() -> BackendRegistry:
 
 
 def default_plugins() -> Plugins:
-    """Return what the default registry was built from, broken plug-ins included."""
+    """Return the plug-ins of the default registry, broken ones included."""
     _build_once()
     assert _process.plugins is not None
     return _process.plugins

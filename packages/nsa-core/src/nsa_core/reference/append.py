@@ -16,7 +16,7 @@ LARGEST_FP8 = 448.0
 
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
     """Write the step's rows and blocks, in place; see `backends.base.AppendBackend`."""
-    # before the ring of raw tokens forgets those of open blocks
+    # before the ring of raw tokens overwrites those of open blocks
     if blocks is not None:
         emit_blocks(blocks, start, count, geometry, write=write_rows)
     for new in rows:
@@ -26,7 +26,7 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
 def emit_blocks(
     new: NewBlocks, start: Tensor, count: Tensor, geometry: BlockGeometry, *, write: Callable[[NewRows, Tensor, Tensor], None]
 ) -> None:
-    """Let `write` store the compressed keys and values of the blocks that end within the step; it is called as `write_rows` is."""
+    """Compress the blocks that end within the step and pass them to `write`, which has the arguments of `write_rows`."""
     done = compressed_lengths(start, geometry)
     first = done * geometry.compression_stride
     raw_k, *raw_v = join_rows(new.raw, first, start - first, geometry.compression_block_size - 1)
@@ -40,8 +40,8 @@ def emit_blocks(
 def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
     """Store rows 0 .. count[b] - 1 of `new` from position start[b] on, in place.
 
-    Of more rows than a ring has, the last stay; rows beyond the end of another store, or of its pages, are dropped. Rows that do not
-    count change nothing.
+    A ring keeps the last rows that fit; rows beyond the end of another store, or of its pages, are dropped. Invalid rows
+    change nothing.
     """
     store, num_new = new.store, new.k.shape[1]
     size = store.k.shape[1] * (1 if store.page_table is None else store.page_table.shape[1])
@@ -50,7 +50,7 @@ def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
         return
     if not store.ring:
         count = torch.minimum(count, size - start)
-    # the last `width` rows that count: no two of them have one slot
+    # the last `width` valid rows: no two of them share a slot
     rows = torch.arange(width, device=new.k.device) + (count.long() - width).unsqueeze(1)
     positions = (start.long().unsqueeze(1) + rows).remainder(size)
     counts = rows >= 0
@@ -76,7 +76,7 @@ def _page_slots(store: Keys, positions: Tensor, counts: Tensor) -> Tensor:
 def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tensor]:
     """Return the rows `(B, most + m, ...)` of k, of v where there is one, and of scales: `tail[b]` of the ring from first[b] on, then the new ones.
 
-    `most` bounds `tail`; rows after the last new one mean nothing.
+    `most` bounds `tail`; rows after the last new one must be ignored.
     """
     size, num_new = new.store.k.shape[1], new.k.shape[1]
     index = torch.arange(most + num_new, device=new.k.device).expand(new.k.shape[0], -1)
@@ -94,11 +94,11 @@ def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tens
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x `(..., D)` in float8_e4m3fn and float32 scales `(...)`: a stored number times its scale is the number.
 
-    Every row has a scale of its own, chosen from its largest value.
+    Each row has its own scale, chosen from its largest value.
     """
-    # never 0: a row of zeros stays one
+    # never 0, so that a row of zeros stays zero
     largest = x.abs().amax(-1).float()
-    # torch multiplies by the reciprocal of a number on a GPU, which rounds otherwise
+    # on a GPU torch multiplies by a Python number's reciprocal, which rounds differently
     scale = (largest / torch.full_like(largest, LARGEST_FP8)).clamp(min=torch.finfo(torch.float32).tiny)
     return (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scale
 
@@ -106,7 +106,7 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _pairs(new: NewRows) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of a store, each with its new rows: k, v where there is one, and the scales of FP8 stores.
 
-    FP8 numbers come as their bits, which every operation can move.
+    FP8 numbers are viewed as bits, which every operation can copy.
     """
     store = new.store
     held = [store.k] if new.v is None else [store.k, store.v]

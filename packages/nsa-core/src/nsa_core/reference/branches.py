@@ -14,14 +14,14 @@ from nsa_core.reference.rows import num_visible_blocks, rows_of
 from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, accumulator_dtype, rows_per_step
 
 MASKED_RATIO = 8
-"""Selected attention masks whole rows of keys while there are at most this many times the n * l' tokens it would gather."""
+"""Selected attention masks all keys if they are at most this many times the n * l' tokens that it would gather."""
 
 MASKED_ROWS = 128
-"""Query rows of one masked or packed step: few enough that the keys of other sequences, and the future, stay out."""
+"""Query rows of one masked or packed step: few, so that a step reads few keys of other sequences or of the future."""
 
 
 class Extent(NamedTuple):
-    """The numbers that size a branch's loop."""
+    """The sizes of a branch's loop."""
 
     batch: int
     num_queries: int
@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 def is_dense(queries: Queries) -> bool:
-    """Return True where row t of every batch entry is token t, so that steps share their keys and masks."""
+    """Return True if row t of every batch entry is token t, so that steps share their keys and masks."""
     return queries.cu_seqlens is None and queries.start is None
 
 
@@ -90,7 +90,7 @@ def _placed_compressed_tiles(extent: Extent, queries: Queries, keys: Keys, geome
 
 
 def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
-    """Return the keys that rows reading first .. end - 1 may touch: exactly on a CPU, all `most` elsewhere (nothing waits)."""
+    """Return the keys that rows reading first .. end - 1 may touch: exactly on a CPU, all `most` elsewhere (to avoid a wait)."""
     if first.numel() and first.device.type == "cpu":
         return KeySlice(min(int(first.min()), most), min(int(end.max()), most))
     return KeySlice(0, most)
@@ -136,13 +136,13 @@ def _placed_window_tiles(extent: Extent, queries: Queries, keys: Keys, geometry:
         start = first * tile_rows
         here = slice(start, start + tiles * tile_rows, tile_rows)
         own = (rows.first_keys + rows.positions)[:, here].unsqueeze(-1) + offsets
-        # what lies outside is masked, or no row's
+        # keys outside are masked, or belong to no row
         own = own.remainder(extent.num_keys) if keys.ring else own.clamp(0, extent.num_keys - 1)
         index = (own + bases.unsqueeze(-1)).flatten(0, 1)
-        # keys before the sequence, and before the first one that is there
+        # keys before the sequence, and before the first stored one
         reach = _padded(rows.positions + rows.first_keys.clamp(max=0), start, tiles * tile_rows).view(-1, tile_rows, 1)
         visible = (in_window & (distance <= reach)).unsqueeze(1)
-        # a row sees at least itself, but for one that does not count, or stands before the first key
+        # a row sees at least itself, unless it is invalid or precedes the first key
         sees = (reach >= 0).view(-1, 1, tile_rows)
         yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees)
 
@@ -153,7 +153,7 @@ def _padded(positions: Tensor, start: int, count: int) -> Tensor:
 
 
 def selected_tiles(queries: Queries, keys: Keys, block_indices: Tensor, geometry: BlockGeometry) -> Iterator[Tile]:
-    """Yield the tiles of the selected branch: masks over all keys while those are few, gathered blocks beyond."""
+    """Yield the tiles of the selected branch: masks over all keys if they are few, else gathered blocks."""
     extent = Extent.of(queries, keys)
     gathered = block_indices.shape[-1] * geometry.selection_block_size
     if min(extent.num_keys, keys.max_count) <= MASKED_RATIO * gathered:
@@ -192,7 +192,7 @@ def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[
 
 def _relative_view(chosen: Tensor, keys: KeySlice, first: Tensor, positions: Tensor, geometry: BlockGeometry) -> Tensor:
     """Return bool `(B, R, G, K)`: which keys each row sees, counted from the first token of the row's own sequence."""
-    # outside 0 .. own a key is another sequence's, or the future
+    # outside 0 .. own a key belongs to another sequence or to the future
     relative = torch.arange(keys.start, keys.stop, device=first.device) - first.unsqueeze(-1)
     inside = (relative >= 0) & (relative <= positions.unsqueeze(-1))
     block = torch.div(relative, geometry.selection_block_size, rounding_mode="floor").clamp(0, chosen.shape[-1] - 1)

@@ -1,7 +1,7 @@
-"""Dense causal attention, and the one place where `is_causal=True` stands.
+"""Dense causal attention, the only place that uses `is_causal=True`.
 
-torch aligns that mask to the top left, so with fewer queries than keys it would hide all but the first keys. Hence the
-helper refuses unequal lengths, and a check of the repository keeps the flag here.
+torch aligns that mask to the top left, so with fewer queries than keys it would hide all but the first keys. So this
+function refuses unequal lengths, and a check of the repository keeps the flag here.
 """
 
 import torch
@@ -15,7 +15,7 @@ from nsa_core.reference.containment import ORDINARY, is_within, rows_within
 from nsa_core.reference.sdpa import COMPUTE
 
 MODERATE = 2.0**10
-"""Queries and keys up to this leave a float32 exponent score - lse far from overflow, at any head dimension."""
+"""Queries and keys up to this keep the float32 exponent score - lse far from overflow, at any head dimension."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     those kernels let such numbers reach the outputs and gradients of earlier rows.
 
     Raises:
-        InputError: when q and k differ in length; a step over a cache needs an explicit mask.
+        InputError: if q and k differ in length; a step over a cache needs an explicit mask.
     """
     if q.shape[1] != k.shape[1]:
         raise InputError(

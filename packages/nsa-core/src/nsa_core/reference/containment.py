@@ -1,6 +1,6 @@
-"""Keeps huge numbers, infinities and NaN to the rows that see them: a weight of 0 does not hide a number that is not finite.
+"""Confines huge numbers, infinities and NaN to the rows that see them: 0 times a number that is not finite is not 0.
 
-Numbers are read only on a CPU, where reading waits for nothing; elsewhere every tensor counts as one that may hold anything.
+Numbers are read only on a CPU, where reading does not wait; elsewhere every tensor may hold anything.
 """
 
 import torch
@@ -14,12 +14,12 @@ EXPONENT = 2.0**10
 
 
 def is_within(x: Tensor, limit: float) -> bool:
-    """Return True where no |number| of x passes `limit`, and none is NaN; waits for the device."""
+    """Return True if every |number| of x is at most `limit` and none is NaN; waits for the device."""
     if not x.numel():
         return True
     x = x.detach()
     if x.is_contiguous() and x.dtype in (torch.float32, torch.float64):
-        # the sum of squares costs a quarter of a look at the extremes, and is nearly always proof enough
+        # the sum of squares costs a quarter of finding the extremes, and nearly always decides
         flat = x.view(-1)
         if float(torch.dot(flat, flat)) <= limit * limit:
             return True
@@ -28,12 +28,12 @@ def is_within(x: Tensor, limit: float) -> bool:
 
 
 def rows_within(x: Tensor, limit: float) -> Tensor:
-    """Return bool `(...)`: the rows of x `(..., D)` in which no |number| passes `limit`, and none is NaN."""
+    """Return bool `(...)`: the rows of x `(..., D)` in which every |number| is at most `limit` and none is NaN."""
     return x.abs().amax(-1) <= limit
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Return True where no number passes `ORDINARY`; False where that cannot be read without waiting for the device."""
+    """Return True if every |number| is at most `ORDINARY`; False if checking would wait for the device."""
     return all(x is None or (x.device.type == "cpu" and is_within(x, ORDINARY)) for x in tensors)
 
 
@@ -52,8 +52,8 @@ def fusable_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tu
     """Return bool `(X, G, R, M)`, the rows that the fused operator may take, and the keys and values for it.
 
     The operator adds a bias to hidden scores and multiplies hidden values by 0, which does not hide huge numbers. It may take
-    a row if q, and all keys and values that the row sees, are ordinary; it gets zeros for the others. So every row is
-    computed in one way, whatever comes later.
+    a row if q, and all keys and values that the row sees, are ordinary; it gets zeros for the others. So
+    later rows never change how a row is computed.
     """
     inside = rows_within(keys, ORDINARY) & rows_within(values, ORDINARY)
     keys, values = only(inside, keys, values)

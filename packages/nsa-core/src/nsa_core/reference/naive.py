@@ -1,14 +1,14 @@
 """The oracle: the equations of arXiv 2502.11089 as plain loops over batch, sequence, query, head and block.
 
 Written from the equations alone, in the dtype of its input (at least float32 inside; tests feed float64),
-differentiable through autograd, slow on purpose. It shares no code with the backends that it judges; where they use closed forms, it counts.
+differentiable through autograd, slow on purpose. It shares no code with the backends that it checks; where they use closed forms, it counts.
 
 Shapes: q (B, S, H, D_k), k (B, T, G, D_k), v (B, T, G, D_v), out (B, S, H, D_v), lse (B, S, H), natural log; T = S
 unless `query_start` says otherwise. Query head h reads KV head h // (H // G). The query at position t of its sequence
 owns the diagonal: it sees itself. A query that sees nothing gives out 0, lse -inf and zero gradients.
 
 Layouts. Dense: every batch entry is one sequence. Packed (`cu_seqlens` given, B = 1): sequences one after another, and
-their compressed blocks likewise. Cached (`query_start` given): row i of sequence b stands at position
+so are their compressed blocks. Cached (`query_start` given): row i of sequence b is at position
 query_start[b] + i, the keys hold the sequence from token 0, and rows i >= query_count[b] hold no query.
 """
 
@@ -21,14 +21,14 @@ from nsa_core.config import BlockGeometry
 
 
 class AttentionOutput(NamedTuple):
-    """What an attention over some set of keys yields."""
+    """The result of an attention over a set of keys."""
 
     out: Tensor
     lse: Tensor
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments that every attention takes; each is None where absent."""
+    """Keyword arguments that every attention takes; each is None if absent."""
 
     scale: float | None
     """D_k ** -0.5 where None."""
@@ -46,7 +46,7 @@ class Sequence(NamedTuple):
 
 
 class Query(NamedTuple):
-    """One row of q, its position, and what lies before its sequence."""
+    """One row of q, its position, and the rows before its sequence."""
 
     batch: int
     row: int
@@ -67,7 +67,7 @@ class KeysSeen(Protocol):
 
 
 def num_blocks(S: int, geometry: BlockGeometry) -> int:
-    """Count the compressed blocks of S tokens, N_c(S): those that lie in them entirely (Eq. 7)."""
+    """Count the compressed blocks of S tokens, N_c(S): those that are entirely in them (Eq. 7)."""
     return num_visible(S - 1, geometry)
 
 
@@ -109,7 +109,7 @@ def sequences(batch_size: int, num_rows: int, cu_seqlens: Tensor | None = None) 
 
 
 def queries(q: Tensor, **options: Unpack[Options]) -> list[Query]:
-    """List the rows of q in memory order, each with its position and with what lies before its sequence."""
+    """List the rows of q in memory order, each with its position and the rows before its sequence."""
     query_start, query_count = options.get("query_start"), options.get("query_count")
     is_packed = options.get("cu_seqlens") is not None
     assert not is_packed or (query_start is None and query_count is None)
@@ -196,7 +196,7 @@ def _scale(q: Tensor, **options: Unpack[Options]) -> float:
 def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> AttentionOutput:
     """Return softmax(scale q k) v of one query (D_k,) over the m keys (m, D_k) and values (m, D_v) that it sees (Eq. 2).
 
-    m = 0 needs no case of its own: the log of an empty sum is -inf, and an empty sum of values is 0.
+    m = 0 needs no special case: the log of an empty sum is -inf, and an empty sum of values is 0.
     """
     scores = scale * (keys @ q)
     lse = torch.logsumexp(scores, dim=0)
@@ -226,7 +226,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, seen: KeysSeen, **options: Unpac
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> AttentionOutput:
-    """Return causal attention of q_t over all tokens s <= t (Eq. 1, 2): what the sparse branches degenerate to."""
+    """Return causal attention of q_t over all tokens s <= t (Eq. 1, 2), the limit of the sparse branches."""
 
     def seen(query: Query, group: int) -> list[int]:
         return [query.first_token + s for s in range(query.position + 1)]
@@ -343,7 +343,7 @@ def choose_blocks(scores: list[float], t: int, geometry: BlockGeometry) -> list[
 
 
 def margin_of_choice(scores: list[float], t: int, geometry: BlockGeometry) -> float:
-    """Return the last chosen free score less the first that was left out; inf where scores decided nothing."""
+    """Return the last chosen free score minus the first one not chosen; inf where scores decided nothing."""
     ranked, room = rank_free_blocks(scores, t, geometry)
     if room == 0 or room == len(ranked):
         return float("inf")
@@ -363,9 +363,9 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
 
 
 def selection_margin(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **options: Unpack[Options]) -> Tensor:
-    """Return (B, S, G): the last chosen free score less the first one left out, for the near-tie rule.
+    """Return (B, S, G): the last chosen free score minus the first one not chosen, for the near-tie rule.
 
-    inf where scores decided nothing: every candidate was chosen, or the forced ones left no room.
+    inf where scores decided nothing: every candidate was chosen, or the forced blocks filled the choice.
     """
     p_slc = importance(q, k_cmp, lse, geometry=geometry, **options)
     margin = torch.full(p_slc.shape[:3], float("inf"), dtype=p_slc.dtype, device=q.device)

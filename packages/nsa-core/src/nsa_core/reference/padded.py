@@ -1,4 +1,4 @@
-"""Packed sequences side by side: a batch of equal rows, which is served without masks between sequences."""
+"""Packed sequences as a batch of equal rows, which needs no masks between sequences."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.varlen import sequence_ids
 
 MAX_PADDING = 4
-"""Packed sequences are padded to the longest while that makes at most this many times their rows."""
+"""Packed sequences are padded to the longest if that makes at most this many times their rows."""
 
 PADDED_BYTES = 32 * 2**20
-"""The most that one padded copy takes; equal sequences need no copy."""
+"""The largest padded copy; equal sequences need no copy."""
 
 
 class SideBySide(NamedTuple):
@@ -22,7 +22,7 @@ class SideBySide(NamedTuple):
     length: int
     """L: rows of the longest sequence."""
     slots: Tensor | None
-    """int64 (rows,): the place of each packed row among the N * L; None: all sequences have L rows, so they are the same."""
+    """int64 (rows,): the index of each packed row among the N * L; None: all sequences have L rows, so the index is the row's own."""
 
     def spread(self, packed: Tensor) -> Tensor:
         """Return `(N, L, ...)`, zeros after the end of each sequence; packed rows after the last sequence are not read."""
@@ -44,7 +44,7 @@ class SideBySide(NamedTuple):
 
 
 class PaddedBatch(NamedTuple):
-    """Rows of packed queries and keys, side by side."""
+    """Rows of packed queries and keys, as a batch."""
 
     queries: SideBySide
     keys: SideBySide
@@ -58,7 +58,7 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
-    """Return the batch that packed rows q `(1, S, H, D_k)` make, or None where it would be mostly padding.
+    """Return the batch that packed rows q `(1, S, H, D_k)` make, or None if it would be mostly padding.
 
     Lengths are read on a CPU; elsewhere only `max_count` says that all are equal.
     """
@@ -82,6 +82,6 @@ def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
 
 
 def _slots(offsets: Tensor, num_rows: int, length: int) -> Tensor:
-    """Return int64 `(num_rows,)`: where the packed rows of sequences that begin at `offsets` stand among N * length."""
+    """Return int64 `(num_rows,)`: the index among N * length of each packed row; the sequences begin at `offsets`."""
     sequence = sequence_ids(offsets, num_rows)
     return sequence * length + torch.arange(num_rows) - offsets.long()[sequence]

@@ -1,4 +1,4 @@
-"""Where query rows stand, as tensors: the one place that distinguishes the layouts."""
+"""Positions of query rows, as tensors: the only code that distinguishes the layouts."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from nsa_core.varlen import sequence_ids
 
 
 class Rows(NamedTuple):
-    """Per query row, int64 `(B, S)` each; nothing here was read on the host."""
+    """Per query row, int64 `(B, S)` each; never read on the host."""
 
     positions: Tensor
-    """Position inside the row's own sequence; -1 for a row that does not count."""
+    """Position inside the row's own sequence; -1 for an invalid row."""
     first_keys: Tensor
-    """Index along the keys' second dimension of what stands at position (or block) 0 of the row's sequence; below 0 where it is gone."""
+    """Index along the keys' second dimension of position (or block) 0 of the row's sequence; below 0 if it is no longer stored."""
 
 
 def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
@@ -31,10 +31,10 @@ def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
 
 
 def positions_of(queries: Queries) -> Tensor:
-    """Return int64 `(B, S)`: each row's position inside its own sequence, -1 for a row that does not count."""
+    """Return int64 `(B, S)`: each row's position inside its own sequence, -1 for an invalid row."""
     batch, num_queries = queries.q.shape[:2]
     if num_queries == 1 and queries.cu_seqlens is None and queries.start is not None:
-        # a step of one token waits for each of its operations
+        # each operation delays a step of one token
         positions = queries.start.long().unsqueeze(1)
         return positions if queries.count is None else positions.masked_fill((queries.count < 1).unsqueeze(1), -1)
     index = torch.arange(num_queries, device=queries.q.device).unsqueeze(0)

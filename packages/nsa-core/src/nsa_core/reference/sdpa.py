@@ -40,11 +40,11 @@ def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[
 def _over_sequences(
     compute: Callable[..., Sequence[Tensor]], queries: Queries, keys: Keys, *rows: Tensor | None, num_of_keys: int = 0
 ) -> list[Tensor]:
-    """Return the results of `compute` for the operands, and for `rows` of queries; packed sequences go side by side where they may.
+    """Return the results of `compute` for the operands, and for `rows` of queries; packed sequences as a batch if possible.
 
-    The last `num_of_keys` of the results are rows of keys, the others of queries.
+    The last `num_of_keys` results have rows of keys, the others rows of queries.
     """
-    # the inputs' dtype is chosen by now: autocast inside would take float32 sums down with it
+    # the inputs already have their dtype; autocast here would also lower the float32 sums
     with torch.autocast(queries.q.device.type, enabled=False):
         batch = padded_batch(queries, keys)
         if batch is None:
@@ -115,11 +115,11 @@ class SDPABackend:
     )
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return what the capability says; the reference has no policy."""
+        """Return the reasons from the capability; the reference has no policy."""
         return self.capability.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return 0: every faster backend stands above."""
+        """Return 0, below every faster backend."""
         return 0
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
@@ -128,5 +128,5 @@ class SDPABackend:
 
 
 def sdpa_backends() -> tuple[SDPABackend, ...]:
-    """Return the reference backend of every operation but the fused one."""
+    """Return the reference backend of every operation except the fused one."""
     return tuple(SDPABackend(operation=operation) for operation in Operation if operation is not Operation.NSA)

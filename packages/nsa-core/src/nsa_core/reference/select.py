@@ -46,7 +46,7 @@ def _importance(
     num_kv_heads = k_cmp.shape[2]
     heads_per_group = num_heads // num_kv_heads
     if num_blocks <= geometry.num_selected_blocks:
-        # every candidate is chosen: no score is ever read
+        # every candidate is chosen, so no score is read
         return lse.new_zeros(batch, num_rows, num_kv_heads, num_blocks)
     end = rows.first_keys + num_visible_blocks(rows.positions, geometry)
     keys = key_span(rows.first_keys, end, k_cmp.shape[1] if is_packed else min(longest, k_cmp.shape[1]))
@@ -70,7 +70,7 @@ def _inside(start: int, stop: int, first: Tensor, end: Tensor) -> Tensor:
 
 
 def _from_own_first(weights: Tensor, first: Tensor, longest: int) -> Tensor:
-    """Return weights `(B, R, G, longest)` counted from each row's own first block; what lies outside the span is 0."""
+    """Return weights `(B, R, G, longest)` counted from each row's own first block; weights outside the span are 0."""
     index = first.unsqueeze(-1) + torch.arange(longest, device=first.device)
     inside = (index < weights.shape[-1]).unsqueeze(2)
     index = index.clamp(max=max(weights.shape[-1] - 1, 0)).unsqueeze(2).expand(-1, -1, weights.shape[2], -1)

@@ -28,7 +28,7 @@ from nsa_core.reference.containment import (
 from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
 
 SCRATCH_BYTES = {"cpu": 64 * 2**20, "cuda": 192 * 2**20}
-"""Scratch that one step of a reference loop aims at: well under 256 MiB anywhere, and on a CPU in buffers that the allocator reuses."""
+"""Target scratch of one step of a reference loop: well under 256 MiB, and on a CPU small enough for the allocator to reuse."""
 
 
 class KeyRange(Protocol):
@@ -94,7 +94,7 @@ class KeyRowsPerHead(NamedTuple):
 class Tile(NamedTuple):
     """One step of a branch's loop: the query rows of a range of tokens, in every batch entry, and the keys they read.
 
-    The tokens start .. start + tiles * rows - 1 are cut into `tiles` tiles of `rows` rows, each with keys of its own.
+    The tokens start .. start + tiles * rows - 1 are cut into `tiles` tiles of `rows` rows, each with its own keys.
     Tokens beyond the end of the sequence axis read as 0 and are dropped when written.
     """
 
@@ -107,7 +107,7 @@ class Tile(NamedTuple):
     sees: Tensor | None = None
     """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
     is_ordinary: bool = False
-    """True where everything that the step reads is known to be ordinary; else the step looks for itself."""
+    """True if all operands of the step are known to be ordinary; else the step checks them."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
@@ -170,8 +170,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`, its weights recomputed.
 
-    `dout`, `out` `(X, G, R, M, D_v)`, `dlse`, `lse` `(X, G, R, M)`. out serves float32 alone: rounded to lower precision,
-    its error would stand in every gradient of large logits.
+    `dout`, `out` `(X, G, R, M, D_v)`, `dlse`, `lse` `(X, G, R, M)`. out is used in float32 only: rounded to lower precision,
+    its error would enter every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
     q, dout = q.to(keys.dtype), tile.blank(dout.to(keys.dtype))
@@ -211,9 +211,9 @@ def _attend_backward(
     finite_q, finite_keys = q, keys
     if not (tile.is_ordinary or are_ordinary(dout, dlse, q, keys, values)):
         hidden = ~tile.visible.unsqueeze(-2)
-        # a row without a gradient adds nothing, whatever it holds
+        # a row without a gradient adds nothing, for any content
         idle = ~rows_with_gradient(dout, dlse).unsqueeze(-1)
-        # a row whose gradient is not finite gives NaN to the keys that it sees, and to nothing else
+        # a row whose gradient is not finite gives NaN to the keys that it sees only
         q = q.masked_fill(~is_finite(dout).unsqueeze(-1), float("nan"))
         finite_q, finite_keys, dout = finite(q), finite(keys), finite(dout)
     rows_dout = dout.flatten(2, 3)
@@ -233,10 +233,10 @@ def _scores(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
     """Return the scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, -inf where hidden."""
     x, g, r, m, d = q.shape
     scores = torch.matmul(q.reshape(x, g, r * m, d), keys.transpose(-1, -2)).view(x, g, r, m, keys.shape[2])
-    # filled, not added to: no score is so high that it shows
+    # filled, not biased: a hidden score of any size stays hidden
     scores.masked_fill_(~tile.visible.unsqueeze(-2), float("-inf"))
     if tile.sees is not None:
-        # one finite score keeps NaN out of a row that sees nothing, and the caller drops its weights
+        # a finite score keeps NaN out of a row that sees nothing; the caller drops its weights
         scores[..., 0].masked_fill_(~tile.sees.unsqueeze(-1), 0.0)
     return scores
 
@@ -250,7 +250,7 @@ def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
 
 
 def _is_call_ordinary(scale: float, queries: Queries, keys: Keys, *others: Tensor | None) -> bool:
-    """Return True where one look at whole tensors shows that every step is ordinary; not over stores, where a step may read little."""
+    """Return True if whole tensors are ordinary, and so is every step; not checked for stores, of which a step may read little."""
     q, k = queries.q, keys.k
     return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 

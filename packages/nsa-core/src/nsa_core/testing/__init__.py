@@ -1,1 +1,1 @@
-"""Tools for whoever writes a backend: inputs, tolerances, explicit masks, hypothesis strategies, the conformance kit."""
+"""Tools for authors of backends: inputs, tolerances, explicit masks, hypothesis strategies, the conformance kit."""

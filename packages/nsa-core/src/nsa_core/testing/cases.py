@@ -17,12 +17,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 9
 """Query rows of a sequence of a step, at most."""
 STEP_COUNTS = (STEP_ROWS, STEP_ROWS // 2, 0)
-"""Query rows of each sequence of a step that count."""
+"""Valid query rows of each sequence of a step."""
 MOSTLY_SHORT = {
     "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
     "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
 }
-"""Packed sequences that no backend makes a batch of equal rows: it would be mostly padding."""
+"""Packed sequences that no backend pads to a batch, which would be mostly padding."""
 
 
 @frozen(kw_only=True)
@@ -40,22 +40,22 @@ class Case:
     window: Literal["whole", "ring", "tail"] = "whole"
     """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
     has_shared_keys: bool = False
-    """The selected and the sliding branch get the same tensors, as of a layer with `kv="shared"`."""
+    """The selected and the sliding branch get the same tensors, as in a layer with `kv="shared"`."""
     has_one_row: bool = False
     """Each sequence of the step has one row, as in decoding."""
 
     @property
     def is_step(self) -> bool:
-        """Return True where the queries are a step over stores."""
+        """Return True if the queries are a step over stores."""
         return self.layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED)
 
     @property
     def step_counts(self) -> tuple[int, ...]:
-        """Return the rows of each sequence of the step that count; the first has them all."""
+        """Return the number of valid rows of each sequence of the step; the first has them all."""
         return (1,) * self.shape.batch if self.has_one_row else STEP_COUNTS[: self.shape.batch]
 
     def concerns(self, operation: Operation) -> bool:
-        """Return True where `operation` has the operands that the case varies."""
+        """Return True if `operation` has the operands that the case varies."""
         if self.has_shared_keys or self.has_one_row:
             return operation is Operation.NSA
         return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)
@@ -64,7 +64,7 @@ class Case:
 def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
     """Yield the cases: every edge length of `geometry`, and head ratios, layouts and dtypes.
 
-    Some have a geometry of their own, in which scores choose most blocks.
+    Some have another geometry, in which scores choose most blocks.
     """
     base = Shape(geometry=geometry)
     decisive = evolve(base, geometry=ONE_LOCAL, num_queries=30)
@@ -90,7 +90,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             yield Case(name=f"{kind} cached, {window}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=window)
         forms: tuple[Literal["whole", "ring", "tail"], ...] = ("whole", "ring", "tail")
         for form in forms:
-            # sizes that tensor cores read as they are
+            # sizes that tensor cores read without padding
             shape = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16, seed=8)
             yield Case(name=f"{kind} one row, {form}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=form, has_one_row=True)
         for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), (Layout.CACHED, evolve(decisive, batch=2))):
@@ -100,7 +100,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
 
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:
-    """Return what routing would be asked for `case`."""
+    """Return the routing request of `case`."""
     shape, is_differentiated = case.shape, needs_grad and operation is not Operation.SELECT
     return BranchRequest(
         operation=operation,
@@ -138,7 +138,7 @@ class Problem(NamedTuple):
     """In a step: q and gates are the step's rows, the stores are NaN where no token is yet."""
     block_indices: Tensor
     options: dict[str, Any]
-    """Keywords of the oracle. It knows no pages and no ragged rows: those are a padded batch to it."""
+    """Keywords of the oracle. It has no pages and no ragged rows, and gets a padded batch instead."""
     page_table: Tensor | None
 
 
@@ -192,14 +192,14 @@ def paged(store: Tensor, page_table: Tensor, page_size: int) -> Tensor:
 
 
 class Arrangement(NamedTuple):
-    """How the operands of a case reach a public operation, and how its results come back to the shapes of the oracle."""
+    """Converts the operands of a case for a public operation, and its results back to the shapes of the oracle."""
 
     case: Case
     problem: Problem
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keywords of the operation that say how its operands lie."""
+        """Return the keywords of the operation that describe the layout of its operands."""
         options, table = dict(self.problem.options), self.problem.page_table
         if self.case.layout is Layout.RAGGED:
             count = options.pop("query_count")
@@ -207,7 +207,7 @@ class Arrangement(NamedTuple):
         return options if table is None else options | {"page_table": table}
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return what has a row per query, `(B, S, ...)`, as the operation takes it; differentiable."""
+        """Return a tensor with a row per query, `(B, S, ...)`, as the operation takes it; differentiable."""
         if self.case.layout is not Layout.RAGGED:
             return x
         return x[self._is_row(x)].unsqueeze(0)

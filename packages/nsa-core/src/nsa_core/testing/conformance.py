@@ -4,7 +4,7 @@
     print(check_backend(MyBackend()))
 
 Every case that the backend's own `reasons_against` lets through is run through the public operation, by name, so a
-fallback cannot pass for it. Backends of APPEND, ROTATE and CHOOSE have cases of their own, in `nsa_core.testing.steps`.
+fallback cannot hide it. `nsa_core.testing.steps` has the cases of APPEND, ROTATE and CHOOSE.
 """
 
 import warnings
@@ -39,7 +39,7 @@ class ConformanceError(NSAError, AssertionError):
 
 @frozen(kw_only=True)
 class ConformanceReport:
-    """Cases that were run, what the backend declined (cases, or the gradient of lse of cases that were run), and failures."""
+    """Cases that were run, what the backend declined (cases, or the gradient of lse), and failures."""
 
     backend: str
     operation: Operation
@@ -47,7 +47,7 @@ class ConformanceReport:
     declined: tuple[str, ...] = ()
     failures: tuple[str, ...] = field(default=())
     near_ties: int = 0
-    """Rows of selections left out because two scores lay within the near-tie margin."""
+    """Rows of selections left out because two scores were within the near-tie margin."""
     decided: int = 0
     """Rows of selections in which scores decided, those near a tie included."""
 
@@ -65,10 +65,10 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     loop over steps, ROTATE with products of complex numbers, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
-    Without `capability.lse_gradient` everything else of a case is compared, and its gradient of lse is among what is declined.
+    Without `capability.lse_gradient` the gradient of lse counts as declined, and the rest of a case is compared.
 
     Raises:
-        ConformanceError: when a case fails, the backend declines every case, or too few choices are far enough from a tie.
+        ConformanceError: if a case fails, the backend declines every case, or too few choices are far enough from a tie.
     """
     others = tuple(other for other in sdpa_backends() if (other.name, other.operation) != (backend.name, backend.operation))
     registry = BackendRegistry((backend, *others))
@@ -80,7 +80,7 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
 def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> ConformanceReport:
     report = ConformanceReport(backend=backend.name, operation=backend.operation)
     for name, request, judge in _trials(backend, device, geometry, registry):
-        # a backend asked for by name runs against its own policy
+        # a backend selected by name runs despite policy reasons
         reasons = [reason for reason in backend.reasons_against(request) if reason.kind is ReasonKind.INCAPABLE]
         if reasons:
             report = evolve(report, declined=(*report.declined, f"{name}: {'; '.join(map(str, reasons))}"))
@@ -117,7 +117,7 @@ def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometr
 
 
 class _Choice(AttentionObserver):
-    """Keeps the choice of a call; None where a fused backend returns its sum alone."""
+    """Keeps the choice of a call; None if a fused backend returns its sum alone."""
 
     block_indices: Tensor | None = None
 
@@ -136,7 +136,7 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
     if is_fused:
         chosen, near, rows = _oracle_selection(problem, case)
         problem = problem._replace(block_indices=chosen)
-        # a query whose choice is too close to call counts neither in the output nor in the gradients
+        # a query with a near tie is excluded from the output and from the gradients
         kept = (~near.any(-1)).to(kept)
     extra = (problem.block_indices,) if backend.operation is Operation.SLC else ()
     arrangement, choice = Arrangement(case, problem), _Choice()
@@ -167,7 +167,7 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
 
 
 def _run_operation(operation: Operation, operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Any:
-    """Return what the public operation makes of the oracle's `operands`, in the shapes of the oracle's results."""
+    """Return the results of the public operation for the oracle's `operands`, in the shapes of the oracle's results."""
     if arrangement.case.window != "whole":
         return _run_over_window(operands, arrangement, options)
     num_stores = {Operation.SELECT: 1, Operation.NSA: 6}.get(operation, 2)
@@ -209,9 +209,9 @@ def _compare(
     yard = _evaluate(yardstick, operands, kept, capability) if yardstick else {}
     problems = _wrong_dtypes(got, dtype)
     for name, value in expected.items():
-        # torch's attention returns no lse: what its gradient without one may be off by serves for the gradient with it
+        # torch's attention returns no lse, so the limit of the gradient without it also serves the gradient with it
         yard_name = name.removesuffix(WITH_LSE)
-        # and of a step, where there is no yardstick, what MATH does last: it computes in float32 and rounds once
+        # a step has no MATH reference; MATH would compute in float32 and round once
         yard_value = yard.get(yard_name, expected[yard_name].to(got[name].dtype))
         torch_error = max_error(yard_value, expected[yard_name])
         error, limit = max_error(got[name], value), allowed_error(value, dtype, torch_error)
@@ -221,7 +221,7 @@ def _compare(
 
 
 def _wrong_dtypes(got: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
-    """Return which results are not of the inputs' dtype; lse is at least float32."""
+    """Return the results whose dtype is not the inputs'; lse is at least float32."""
     wanted = {name: torch.promote_types(dtype, torch.float32) if name == "lse" else dtype for name in got}
     return [f"{name} is {value.dtype}, not {wanted[name]}" for name, value in got.items() if value.dtype != wanted[name]]
 
@@ -240,13 +240,13 @@ def _evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...], kept: 
         # rows that see nothing have lse -inf and no gradient
         finite = torch.where(lse == float("-inf"), 0, lse)
         loss = (out * _weights(out)).sum() + (finite * _weights(lse)).sum()
-        # an operation's v has nothing to do with its lse
+        # v does not affect lse
         values |= {f"gradient {place}{WITH_LSE}": x for place, x in enumerate(torch.autograd.grad(loss, leaves)) if place < 2}
     return values
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Return weights that every dtype holds exactly, so that their rounding is nobody's error."""
+    """Return weights that every dtype represents exactly, so that they add no rounding error."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(x)
 
 
@@ -261,7 +261,7 @@ def _operands(operation: Operation, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _oracle_selection(problem: Problem, case: Case) -> tuple[Tensor, Tensor, Comparable]:
-    """Return the oracle's choice, which rows `(B, S, G)` are too close to call in the case's dtype, and how many."""
+    """Return the oracle's choice, which rows `(B, S, G)` are near ties in the case's dtype, and their counts."""
     exact = problem.inputs.to(torch.float64)
     lse = _oracle_lse(problem)
     margin = naive.selection_margin(exact.q, exact.k_cmp, lse, **problem.options)
@@ -277,7 +277,7 @@ def _oracle_lse(problem: Problem) -> Tensor:
 
 
 def _check_selection(backend: BranchBackend, problem: Problem, case: Case, registry: BackendRegistry) -> tuple[list[str], Comparable]:
-    """Return whether rows differ from the oracle's although no near tie excuses it, and how many near ties there were."""
+    """Return the faults of the backend's choice, except at near ties, and the counts of rows."""
     lse = _oracle_lse(problem).to(torch.promote_types(case.dtype, torch.float32))
     operands, options = (problem.inputs.q, problem.inputs.k_cmp, lse), {"backend": _by_name(backend), "registry": registry}
     got = _run_operation(Operation.SELECT, operands, Arrangement(case, problem), options)
@@ -286,7 +286,7 @@ def _check_selection(backend: BranchBackend, problem: Problem, case: Case, regis
 
 
 def _wrong_choices(got: Tensor, expected: Tensor, near: Tensor) -> list[str]:
-    """Return what is wrong with the choice `got`, near ties aside."""
+    """Return the faults of the choice `got`, except at near ties."""
     if got.dtype != torch.int32 or got.shape != expected.shape:
         return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"]
     wrong = (got != expected.to(got.device)).any(-1) & ~near.to(got.device)

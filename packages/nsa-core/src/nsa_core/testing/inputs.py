@@ -19,7 +19,7 @@ SMALL = BlockGeometry(
     num_local_blocks=2,
     window_size=12,
 )
-"""A geometry whose every edge lies within a few dozen tokens."""
+"""A geometry with all its edges within a few dozen tokens."""
 
 ONE_LOCAL = BlockGeometry(
     compression_block_size=2,
@@ -30,7 +30,7 @@ ONE_LOCAL = BlockGeometry(
     num_local_blocks=1,
     window_size=5,
 )
-"""A geometry in which scores choose all blocks but the query's own, from the 13th token on; l < l'."""
+"""A geometry in which scores choose all blocks except the query's own, from the 13th token on; l < l'."""
 
 EQUAL_BLOCKS = evolve(ONE_LOCAL, compression_block_size=4, compression_stride=2)
 """The same with l = l', so that a compressed block may begin in one selection block and end in the next."""
@@ -50,7 +50,7 @@ class Shape:
     head_dim_v: int = 6
     seed: int = 0
     surplus_blocks: int = field(default=0)
-    """Compressed rows beyond the last block; filled with NaN, for they are never read."""
+    """Compressed rows beyond the last block; filled with NaN, because they are never read."""
 
     @property
     def total(self) -> int:

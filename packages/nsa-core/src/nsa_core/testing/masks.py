@@ -1,4 +1,4 @@
-"""Explicit masks of the branches, and torch's MATH attention under them: the yardstick of low precision."""
+"""Explicit masks of the branches, and torch's MATH attention under them: the reference for low-precision errors."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from nsa_core.testing.inputs import Shape
 
 
 def window_mask(length: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
-    """Return bool `(S, T)`: query t sees t - w < s <= t. The queries stand at `positions`, by default all of them."""
+    """Return bool `(S, T)`: query t sees t - w < s <= t. The queries are at `positions`, by default all."""
     t = torch.arange(length) if positions is None else positions
     distance = t.unsqueeze(1) - torch.arange(length, device=t.device)
     return (distance >= 0) & (distance < geometry.window_size)
 
 
 def compressed_mask(length: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
-    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t. The queries stand at `positions`, by default all."""
+    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t. The queries are at `positions`, by default all."""
     t = torch.arange(length) if positions is None else positions
     ends = torch.arange(num_blocks, device=t.device) * geometry.compression_stride + geometry.compression_block_size - 1
     return ends <= t.unsqueeze(1)
@@ -33,7 +33,7 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float |
     heads = q.transpose(1, 2)
     keys, values = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):
-        # an all-False row would be NaN: let it see everything, then drop it
+        # an all-False row would be NaN: it sees everything here, and is set to 0 below
         out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask | ~sees, scale=scale)
     return torch.where(sees, out, 0).transpose(1, 2)
 

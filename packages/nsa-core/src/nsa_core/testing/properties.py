@@ -1,7 +1,7 @@
 """Properties of every backend, as functions that a test calls with drawn shapes.
 
-Each takes a `Shape` and where to run, and raises AssertionError. The backend is asked for by name, so what ran is what
-was meant. Tokens are rows of q and of the keys; a compressed block stands at its last token.
+Each takes a `Shape` and where to run, and raises AssertionError. The backend is selected by name, so no other one
+can run. Tokens are rows of q and of the keys; a compressed block has the position of its last token.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from nsa_core.testing.inputs import Inputs, Shape, make_inputs, unpacked
 from nsa_core.testing.tolerances import NEAR_TIE, Comparable, allowed_error, max_error, near_tie_margin
 
 TOKEN_TENSORS = (0, 3, 4, 5, 6, 7)
-"""Places among `Inputs` of what has one row per token; 1 and 2 have one row per compressed block."""
+"""Indices in `Inputs` of tensors with one row per token; 1 and 2 have one row per compressed block."""
 
 
 @frozen(kw_only=True)
@@ -31,11 +31,11 @@ class Where:
     """Give the selected and the sliding branch the same tensors, as a layer with `kv="shared"` does."""
 
     def inputs(self, shape: Shape) -> Inputs:
-        """Return inputs of `shape` for this place."""
+        """Return inputs of `shape` on this device, in this dtype."""
         return make_inputs(shape, self.dtype, self.device)
 
     def tensors(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return what the branches read of `inputs`. A shared k, or v, has every other column of either branch's, so that both count."""
+        """Return the tensors that the branches read. A shared k, or v, alternates columns of both branches', so that both count."""
         q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs.tensors
         if not self.has_shared_keys:
             return inputs.tensors
@@ -55,7 +55,7 @@ class Where:
 
 
 def block_rows(shape: Shape) -> Tensor:
-    """Return int64 `(C,)`: the row of each compressed block's last token; surplus blocks stand after every token."""
+    """Return int64 `(C,)`: the row of each compressed block's last token; surplus blocks come after every token."""
     geometry, start, rows = shape.geometry, 0, []
     for length in (shape.num_queries,) if shape.lengths is None else shape.lengths:
         count = blocks.num_compressed_blocks(length, geometry)
@@ -65,7 +65,7 @@ def block_rows(shape: Shape) -> Tensor:
 
 
 def _later(shape: Shape, row: int) -> list[Tensor]:
-    """Return, per tensor of `Inputs`, bool along its rows: True for what stands after `row`."""
+    """Return, per tensor of `Inputs`, bool along its rows: True after `row`."""
     tokens = torch.arange(shape.total) > row
     ends = block_rows(shape) > row
     return [tokens if place in TOKEN_TENSORS else ends for place in range(8)]
@@ -138,7 +138,7 @@ def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
 
 
 def check_packed_equals_separate(shape: Shape, where: Where) -> None:
-    """Packed sequences give what each gives alone: outputs and every gradient."""
+    """Packed sequences give the same outputs and gradients as each sequence alone."""
     packed = where.inputs(shape).with_grad()
     weights = torch.randn(packed.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(packed.q)
     out = where.attend(packed, shape.geometry)
@@ -177,7 +177,7 @@ def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -
 
 
 def check_mixed_steps(shape: Shape, where: Where) -> None:
-    """Sequences of one batch may stand at different positions with different numbers of rows; the rest give 0."""
+    """Sequences of one batch may have different positions and numbers of rows; the rest give 0."""
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     length, rows = shape.num_queries, max(1, shape.num_queries // 2)
@@ -204,7 +204,7 @@ def check_batch_permutes(shape: Shape, where: Where) -> None:
 
 
 def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
-    """A branch whose gate is 0 contributes exactly what an absent one does."""
+    """A branch whose gate is 0 contributes exactly as much as an absent one."""
     inputs = where.inputs(shape)
     for place, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
         gates = inputs.gates.clone()
@@ -250,16 +250,16 @@ def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
 
 
 def _near_ties(inputs: Inputs, shape: Shape) -> Tensor:
-    """Return bool `(B, S, G)`: the choices that are too close to call, so that outputs may differ.
+    """Return bool `(B, S, G)`: the near ties, where outputs may differ.
 
     Raises:
-        AssertionError: when they are so many that little would be compared.
+        AssertionError: if they are so many that little would be compared.
     """
     exact = inputs.to(torch.float64)
     options: dict[str, Any] = {"geometry": shape.geometry, "cu_seqlens": exact.cu_seqlens}
     lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, **options).lse
     margin = naive.selection_margin(exact.q, exact.k_cmp, lse, **options)
-    # the margin of float64 and float32 is a number of its own
+    # float64 and float32 have a fixed margin
     is_low = inputs.q.dtype not in NEAR_TIE
     highest = naive.importance(exact.q, exact.k_cmp, lse, **options).amax(-1) if is_low else margin
     # equal scores (a margin of exactly 0, from blocks that see nothing) are no tie between backends: the lower block wins

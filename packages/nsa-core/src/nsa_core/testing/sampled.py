@@ -1,16 +1,16 @@
-"""The judge of long sequences: whether an operation is right, forward and backward, on a sample of its query rows.
+"""Checks operations on long sequences, forward and backward, on a sample of their query rows.
 
     expected = expect("win", inputs, geometry)
     check = compare(backward_values(run, operands_of("win", inputs), expected), expected)
     assert not check.problems, check.problems
 
-The reference runs in float64: short sequences are judged by the oracle (`naive`), longer ones by masks over all keys for the
-sampled rows (`attend_rows`). The gradient fed back is zero but on those rows, so all gradients of keys and values come from
-them and are compared whole.
+The reference runs in float64: the oracle (`naive`) for short sequences, for longer ones masks over all keys for the
+sampled rows (`attend_rows`). The gradient fed back is zero except on those rows, so all gradients of keys and values come from
+them and are compared completely.
 
-The limit is `tolerances.allowed`. Rows that see many keys have small numbers, which would hide behind those of rows that see
-few. So every row by itself (a query's out and gradients, a key's gradients) must keep the limit as well, ROW_SLACK times as
-wide, since the worst of many thousand rows rounds worse than a typical one.
+The limit is `tolerances.allowed`. Rows that see many keys have small numbers, whose errors those of rows that see few would
+hide. So every single row (a query's out and gradients, a key's gradients) has a limit too, ROW_SLACK times as
+wide, because the worst of many thousand rows rounds worse than a typical one.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ SMALLEST_SHARE = 2**-6
 SMALLEST_KEY_SHARE = 2**-4
 LARGEST_SMALLEST_SHARE = 2**-2
 """A row's largest value counts as at least a share of the whole result's, because gradients can cancel to nothing but noise:
-those of queries that see few keys, from LARGEST_SMALLEST_SHARE down to SMALLEST_SHARE the later they stand; those of keys
-that few queries see, by SMALLEST_KEY_SHARE. Outputs do not cancel so.
+gradients of queries that see few keys use LARGEST_SMALLEST_SHARE down to SMALLEST_SHARE for later queries; gradients of keys
+that few queries see use SMALLEST_KEY_SHARE. Outputs do not cancel in this way.
 """
 NOTHING = 2**-20
-"""A gradient below this share of the largest one is 0 but for rounding, as that of scores is where no query sees two keys.
+"""A gradient below this share of the largest one is 0 up to rounding, as that of scores is if no query sees two keys.
 
-Such a one, an exact zero too, has no size of its own: its errors are taken relative to the largest gradient, of whatever operand.
+The errors of such a gradient, also of an exact zero, are relative to the largest gradient of any operand.
 """
 Values = dict[str, Tensor]
 """`out` and the gradients `d` + operand; those of ROW_OPERANDS, and out, at the sampled rows only."""
@@ -56,15 +56,15 @@ class Expected(NamedTuple):
 
     sample: Sample
     kept: Tensor
-    """bool (R, G): False where the choice of blocks is a near tie, which either way is right."""
+    """bool (R, G): False at near ties, where either choice is right."""
     dout: Tensor
     """(R, H, D_v): the gradient that is fed back at the sampled rows, in the operands' dtype."""
     weights: Tensor
-    """(R,): powers of 2 that dout was multiplied by, so that no row's share in a key's gradient drowns."""
+    """(R,): powers of 2 by which dout was multiplied, so that every row contributes visibly to a key's gradient."""
     values: Values
     """In float64."""
     torch_values: Values | None
-    """The same from torch's MATH attention in the operands' dtype; None where limits are fixed."""
+    """The same from torch's MATH attention in the operands' dtype; None if limits are fixed."""
     method: str
     """Which reference, and on how many rows."""
 
@@ -148,7 +148,7 @@ def attend_sample(
 
 
 def _ask_oracle(operation: str, piece: Piece, operands: dict[str, Tensor], chosen: Tensor | None) -> Tensor:
-    """Return the oracle's out `(R, H, D_v)`: every row is a batch entry of its own, placed by its position."""
+    """Return the oracle's out `(R, H, D_v)`: every row is a separate batch entry at its position."""
     count = len(piece.positions)
     entries = [
         # keys are the same for all rows
@@ -182,18 +182,18 @@ def _evaluate(
 
 
 def _part(name: str, x: Tensor, sample: Sample, dtype: torch.dtype) -> Tensor:
-    """Return a copy of what the reference needs of x `(1, ...)`: the sampled rows, or all keys."""
+    """Return a copy of the rows of x `(1, ...)` that the reference needs: the sampled rows, or all keys."""
     return (x[0, sample.rows] if name in ROW_OPERANDS else x[0]).detach().to(dtype, copy=True)
 
 
 def _weights(positions: Tensor) -> Tensor:
-    """Return (R,) powers of 2 that grow with the number of keys a row sees: its weight on each of them shrinks."""
+    """Return (R,) powers of 2 that grow with the number of keys a row sees, because its weight on each key shrinks."""
     return (2.0 ** torch.log2(positions // 64 + 1).floor()).clamp(max=MAX_WEIGHT)
 
 
 @frozen(kw_only=True)
 class Check:
-    """How far a result lies from the reference."""
+    """The distance of a result from the reference."""
 
     error: float
     """The largest error of a row over the row's largest value, as the rule counts it; inf where something is not finite."""
@@ -204,13 +204,13 @@ class Check:
     method: str
     """Which reference, in what precision, on how many rows."""
     near_ties: int = 0
-    """(row, group) pairs left out because two scores lie too close to call."""
+    """(row, group) pairs left out as near ties."""
     problems: tuple[str, ...] = ()
-    """A line for each result that is wrong; empty where all are right."""
+    """A line for each result that is wrong; empty if all are right."""
 
 
 class _Distance(NamedTuple):
-    """How far one value lies from the reference."""
+    """The distance of one value from the reference."""
 
     name: str
     error: float
@@ -262,7 +262,7 @@ def _largest_gradient(expected: Expected) -> Tensor:
 
 
 def _smallest_share(name: str, expected: Expected) -> Tensor:
-    """Return the least that a row's largest value counts as, as a share of the whole result's."""
+    """Return the minimum that a row's largest value counts as, as a share of the whole result's."""
     if name.removeprefix("d") in ROW_OPERANDS:
         return (LARGEST_SMALLEST_SHARE / expected.weights.double()).clamp(min=SMALLEST_SHARE)
     return expected.weights.new_tensor(SMALLEST_SHARE if name == "out" else SMALLEST_KEY_SHARE)
@@ -283,7 +283,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _largest_ratio(part: Tensor, whole: Tensor) -> float:
-    """Return the largest part / whole; nothing of nothing is 0."""
+    """Return the largest part / whole, where 0 / 0 is 0."""
     return float(torch.where(part == 0, 0.0, part / whole).nan_to_num(nan=float("inf")).max())
 
 
@@ -296,7 +296,7 @@ def forward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], expe
 
 
 def backward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], expected: Expected) -> Values:
-    """Return the result of `run` and its gradients, for a gradient that is zero but on the sampled rows."""
+    """Return the result of `run` and its gradients, for a gradient that is zero except on the sampled rows."""
     out, rows = run(*operands.values()), expected.sample.rows
     dout = torch.zeros_like(out)
     dout[0, rows] = expected.dout.to(out.dtype)

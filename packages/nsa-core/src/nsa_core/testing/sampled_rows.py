@@ -1,4 +1,4 @@
-"""Attention of a few query rows, written as masks over all keys: the reference of long sequences, and its yardstick.
+"""Attention of a few query rows, written as masks over all keys: the reference for long sequences, and for errors in low precision.
 
 Rows are (R, H, D), keys (T, G, D) of one sequence.
 """
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
     pieces: tuple[Piece, ...]
     num_tokens: int
-    """Rows of the batch entry, those that are not compared included."""
+    """Rows of the batch entry, compared or not."""
 
     @property
     def rows(self) -> Tensor:
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 
 def sample_rows(lengths: tuple[int, ...], geometry: BlockGeometry, device: torch.device, seed: int = 0) -> Sample:
-    """Return the rows to compare of sequences of `lengths`: those beside every edge, and random ones; all rows of short ones."""
+    """Return the rows to compare of sequences of `lengths`: those next to every edge, and random ones; all rows of short sequences."""
     start, first_block, sequences = 0, 0, []
     for length in lengths:
         sequences.append((length, start, first_block))
@@ -122,7 +122,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     num_groups = k.shape[1]
     size = num_heads // num_groups
     if not k.shape[0]:
-        # nothing is seen; zero all the same depends on the operands
+        # nothing is seen; the zero still depends on the operands, for autograd
         return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(num_rows, num_heads, v.shape[-1])
     groups = []
     for group, queries in enumerate(q.unflatten(1, (num_groups, size)).unbind(1)):
@@ -157,7 +157,7 @@ class Choice(NamedTuple):
     chosen: Tensor
     """int32 (R, G, n), ascending, -1 last."""
     margin: Tensor
-    """(R, G): the last chosen free score less the first left out; inf where scores decided nothing."""
+    """(R, G): the last chosen free score minus the first one not chosen; inf where scores decided nothing."""
     highest: Tensor
     """(R, G): the row's highest score."""
 
@@ -169,7 +169,7 @@ def choose_rows(piece: Piece, q: Tensor, k_cmp: Tensor) -> Choice:
     groups = []
     for group, queries in enumerate(q.unflatten(1, (k_cmp.shape[1], -1)).unbind(1)):
         scores = (queries @ k_cmp[:, group].T * q.shape[-1] ** -0.5).masked_fill(~visible.unsqueeze(1), float("-inf"))
-        # a row that sees nothing has no weights at all
+        # a row that sees nothing has no weights
         groups.append(scores.softmax(-1).nan_to_num(nan=0.0).sum(1))
     importance = pool_importance(torch.stack(groups, 1), geometry, num_selection_blocks(piece.length, geometry))
     chosen = choose_blocks(importance, piece.positions.unsqueeze(1), geometry)
@@ -186,6 +186,6 @@ def _margin(importance: Tensor, positions: Tensor, geometry: BlockGeometry) -> T
     ranked = importance.masked_fill(~is_free, float("-inf")).sort(-1, descending=True).values
     decides = (room > 0) & (room < is_free.sum(-1, keepdim=True))
     room = torch.where(decides, room, 1).expand(*ranked.shape[:-1], 1)
-    # where nothing is decided the scores looked at may not even exist
+    # if scores decide nothing, these scores may not exist
     margin = ranked.gather(-1, room - 1) - ranked.gather(-1, room.clamp(max=ranked.shape[-1] - 1))
     return torch.where(decides, margin, float("inf")).squeeze(-1)

@@ -1,7 +1,7 @@
 """The conformance kit for the operations of a cache and of other backends: APPEND, ROTATE and CHOOSE.
 
-APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks says what
-every store holds after each. ROTATE is compared with products of complex numbers in float64. CHOOSE has no public operation, so the
+APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks computes
+the expected content of every store after each. ROTATE is compared with products of complex numbers in float64. CHOOSE has no public operation, so the
 backend is called as other backends call it; its choice must equal `nsa_core.reference.choose` bit by bit. Scores and factors are
 small fractions of powers of 2: sums of them are exact in any order, and many of them tie.
 """
@@ -28,7 +28,7 @@ from nsa_core.testing.tolerances import Comparable, allowed_error, max_error
 
 
 class Trial(NamedTuple):
-    """One thing that a backend is tried at."""
+    """One check of a backend."""
 
     name: str
     request: BranchRequest
@@ -107,7 +107,7 @@ def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockG
 def _append_steps(
     backend: BranchBackend, request: BranchRequest, kind: str, device: torch.device, registry: BackendRegistry
 ) -> tuple[list[str], Comparable]:
-    """Return what the stores hold that they should not, after the first step that goes wrong."""
+    """Return the differences of the stores after the first wrong step."""
     conversation, geometry = _Conversation(request, kind, device), request.geometry
     start = torch.zeros(2, dtype=torch.int32, device=device)
     for counts in _steps(geometry):
@@ -124,7 +124,7 @@ def _append_steps(
 
 
 class _Conversation:
-    """Two sequences token by token: the stores that a backend writes, and what a loop says they hold."""
+    """Two sequences token by token: the stores that a backend writes, and their expected content."""
 
     def __init__(self, request: BranchRequest, kind: str, device: torch.device) -> None:
         geometry, dtype, heads = request.geometry, request.dtype, request.num_kv_heads
@@ -142,7 +142,7 @@ class _Conversation:
             shape = (2, rows)
             if name in self.page_sizes:
                 assert self.table is not None
-                # the last page takes rows that do not count
+                # the last page takes invalid rows
                 shape = (self.table.numel() + 1, self.page_sizes[name])
             for part, width in WIDTHS.items():
                 drawn = torch.randn(2, self.num_tokens, heads, width, generator=generator, dtype=torch.float64)
@@ -159,7 +159,7 @@ class _Conversation:
         self.weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size**2
 
     def operands(self, names: tuple[str, ...], start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
-        """Return the operands of a call of at most `widest` rows; those behind the last token are NaN, and do not count."""
+        """Return the operands of a call of at most `widest` rows; those after the last token are NaN and invalid."""
 
         def new(name: str) -> NewRows:
             k, v = (_rows_from(self.tokens[f"{name} {part}"], start, widest) for part in "kv")
@@ -172,7 +172,7 @@ class _Conversation:
         return rows, NewBlocks(self._keys("cmp"), raw, self._compress, self._compress if self.has_values else None, _rotate)
 
     def expect(self, names: tuple[str, ...], b: int, first: int, end: int) -> None:
-        """Note that the stores `names` have got tokens first .. end - 1 of sequence b."""
+        """Expect tokens first .. end - 1 of sequence b in the stores `names`."""
         for name in names:
             for part in "kv" if name != "raw" or self.has_values else "k":
                 store = self.expected[f"{name} {part}"]
@@ -193,7 +193,7 @@ class _Conversation:
             limit = allowed_error(written, self.dtype, 4 * torch.finfo(self.dtype).eps) if name.startswith("cmp") else 0.0
             if name in self.scales:
                 found_there = found_there * self.scales[name].unsqueeze(-1)
-                # half a step of a number of 3 bits, or of the smallest that its row has
+                # half a step of a number with 3 mantissa bits, or of the row's smallest
                 slack = (written.abs() / 16).maximum(written.abs().amax(-1, keepdim=True) / 448 * 2.0**-10)
                 found_there = torch.where((found_there - wanted).abs() <= 1.01 * slack, wanted, found_there)
             error = max_error(found_there, wanted)
@@ -210,7 +210,7 @@ class _Conversation:
             self.expected[f"cmp {part}"][self._slot("cmp", b, i)] = block[0, 0]
 
     def _slot(self, name: str, b: int, position: int) -> tuple[int, int]:
-        """Return where a store holds what stands at `position` (or block) of sequence b."""
+        """Return the index in a store of `position` (or block) of sequence b."""
         if self.table is None or name not in self.page_sizes:
             return b, position % self.expected[f"{name} k"].shape[1]
         page, row = divmod(position, self.page_sizes[name])
@@ -226,7 +226,7 @@ class _Conversation:
 
 
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Return x times a factor of each block's position; it stands for RoPE."""
+    """Return x times a factor of each block's position; a stand-in for RoPE."""
     return x * (1 + positions[..., None, None].to(x.dtype) / 64)
 
 
@@ -279,14 +279,14 @@ def _judge_rotation(
     start = torch.tensor([0, 40_000], dtype=torch.int32, device=device)
     kept = [x.clone() for x in given]
     found = []
-    # the angles are float32, their cos and sin are not rounded; frequencies of a GPU are the CPU's, whose powers it does not give bit for bit
+    # angles are float32, cos and sin are not rounded; a GPU uses the CPU's frequencies, whose powers it does not compute bit for bit
     positions = (start.unsqueeze(1) + torch.arange(rows, device=device)).float()
     angles = (positions[..., None] * rope.kept_frequencies(device)[head_dim // 2 :]).double().unsqueeze(2)
     turn = torch.polar(torch.full_like(angles, rope.attention_factor()), angles)
     for index, (x, got) in enumerate(zip(given, backend(tuple(given), start, rope), strict=True)):
         pairs = torch.complex(*x.double().chunk(2, -1)) * turn
         expected = torch.cat([pairs.real, pairs.imag], -1)
-        # where cos and sin are float32, so is what they give
+        # float32 cos and sin give float32 results
         limit = allowed_error(expected, torch.float32 if request.dtype == torch.float64 else request.dtype)
         if got.dtype != x.dtype or max_error(got, expected) > limit:
             found.append(f"heads {index} are {got.dtype}, off by {max_error(got, expected):.1e} where {limit:.1e} is allowed")
@@ -325,7 +325,7 @@ def _scores(geometry: BlockGeometry, num_heads: int, num_kv_heads: int, num_bloc
     heads = num_heads if has_factor else num_kv_heads
     scores = torch.randint(0, 16, (len(positions), heads, num_blocks), generator=generator).float() / 16
     scores[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
-    # a row of equal scores, and one without any
+    # a row of equal scores, and one without scores
     scores[1], scores[-2, :, : num_blocks // 2] = 0.25, float("nan")
     factor = 2.0 ** -torch.randint(0, 4, (len(positions), heads), generator=generator).float() if has_factor else None
     return Scores(scores.to(device), None if factor is None else factor.to(device), positions.to(device), num_kv_heads)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for geometries and shapes: small, and drawn to every edge."""
+"""Hypothesis strategies for geometries and shapes: small, and likely to hit every edge."""
 
 from hypothesis import strategies as st
 

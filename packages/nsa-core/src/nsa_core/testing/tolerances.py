@@ -1,4 +1,4 @@
-"""How close is close enough: exact limits for float64 and float32, torch's own error as the yardstick below."""
+"""Tolerances: fixed limits for float64 and float32, torch's own error in lower precision."""
 
 from typing import NamedTuple, TypeVar
 
@@ -8,7 +8,7 @@ from torch import Tensor
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Largest error relative to the largest reference value."""
 SMALLEST_SCALE = 0.1
-"""Errors of smaller results are taken relative to this: products of inputs around 1 cancel to them."""
+"""Errors of smaller results are taken relative to this: they are cancelled products of inputs around 1."""
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Scores closer than this may be ranked either way by two backends."""
 Size = TypeVar("Size", float, Tensor)
@@ -25,7 +25,7 @@ def allowed(scale: Size, dtype: torch.dtype, torch_error: Size) -> Size:
 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
-    """Return max |actual - expected| in float64; infinite where a NaN, or an unequal infinity, stands on either side."""
+    """Return max |actual - expected| in float64; infinite if either has a NaN or an unequal infinity."""
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.detach().double(), expected.detach().double().to(actual.device)
@@ -51,16 +51,16 @@ def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0
 
 
 class Comparable(NamedTuple):
-    """Counts of the rows of a choice in which two backends are compared."""
+    """Counts of the rows of a choice that are compared between two backends."""
 
     decided: int = 0
-    """Rows in which scores decide: some candidate was left out in favour of another that was not forced."""
+    """Rows in which scores decide: a free candidate was chosen and another one was not."""
     near_ties: int = 0
-    """Decided rows that are too close to call, and are not compared."""
+    """Decided rows that are near ties and not compared."""
 
     @property
     def are_enough(self) -> bool:
-        """Return True where at most a tenth of the decided rows, or two, are near ties."""
+        """Return True if at most a tenth of the decided rows, or two, are near ties."""
         return self.near_ties <= max(2, self.decided // 10)
 
 

@@ -44,7 +44,7 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
 
 
 def _check(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int) -> None:
-    """Raise InputError where the kernel, which gets addresses alone, would read something else."""
+    """Raise InputError if the kernel, which gets only addresses, would read wrong data."""
     kernel_of(scores.dtype)
     num_rows, num_heads, num_blocks = scores.shape
     if num_blocks > MOST_BLOCKS:

@@ -1,5 +1,5 @@
-// Attention of 16 rows, the heads of a group, over keys of their KV head. A warp takes 16 keys at a time, from a ring of its own in shared
-// memory into which they are copied asynchronously, and has a softmax of its own.
+// Attention of 16 rows, the heads of a group, over keys of their KV head. Each warp has its own softmax and its own ring
+// buffer in shared memory, into which it copies 16 keys at a time asynchronously.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,7 +9,7 @@ constexpr int ROWS = 16;     // rows of a tile of queries
 constexpr int KEYS = 16;     // keys of a tile
 constexpr int LOG_KEYS = 4;
 constexpr int MOST_DIM = 256;
-constexpr int PADDING = 16;  // bytes behind each row in shared memory: eight rows of a matrix lie in different banks
+constexpr int PADDING = 16;  // bytes after each row in shared memory, so that eight rows of a matrix are in different banks
 
 // Keys and values of one sequence and KV head.
 template <class T>
@@ -25,8 +25,8 @@ struct HeadDims {
   __device__ int v_pitch() const { return 2 * v + PADDING; }
 };
 
-// A warp's ring: while one tile is computed with, num_stages - 1 are on their way. Tile i lies in stage (i + 1) % num_stages, so that stage
-// 0 is free until num_stages - 1 tiles have been asked for.
+// A warp's ring buffer: while one tile is used, num_stages - 1 are in flight. Tile i is in stage (i + 1) % num_stages, so that stage
+// 0 is free until num_stages - 1 tiles are in flight.
 struct Ring {
   char* first;
   int stage_bytes, num_stages;
@@ -42,10 +42,10 @@ struct Tiles {
   int num_keys;           // from one tile to the next; of these a run of `run` keys takes each 2^log_columns columns
   int run, log_columns;
   int last_key;           // inclusive
-  const int* indices;     // chosen blocks of `block_size` keys, `tiles_per_block` tiles each; nullptr: tiles stand side by side
+  const int* indices;     // chosen blocks of `block_size` keys, `tiles_per_block` tiles each; nullptr: tiles are contiguous
   int block_size, tiles_per_block;
-  unsigned long long reciprocal;  // 2^32 / tiles_per_block, rounded up: a product is quicker than a division
-  int first_row, ring_rows;  // the store's row 0 has key `first_row`; ring_rows: of a ring, 0 where it is none
+  unsigned long long reciprocal;  // 2^32 / tiles_per_block, rounded up: a product is faster than a division
+  int first_row, ring_rows;  // the store's row 0 has key `first_row`; ring_rows: rows of a ring, 0 without a ring
 
   // The keys of one tile: `first` is that of column 0.
   struct Span {
@@ -59,14 +59,14 @@ struct Tiles {
     const int slot = static_cast<int>(tile * reciprocal >> 32), first = indices[slot] * block_size;
     return {first + (tile - slot * tiles_per_block) * num_keys, min(last_key, first + block_size - 1)};
   }
-  // Return the key of a column; negative where there is none.
+  // Return the key of a column; negative if there is none.
   __device__ int key(Span span, int column) const {
     const int in_run = column & ((1 << log_columns) - 1), key = span.first + (column >> log_columns) * run + in_run;
     return in_run < run && key <= span.last ? key : -1;
   }
   // Return the row of a span's first key.
   __device__ int row(Span span) const { return ring_rows > 0 ? span.first % ring_rows : span.first - first_row; }
-  // Return the row `num_keys` keys behind `row`; of a ring all keys together take each row once at most.
+  // Return the row `num_keys` keys after `row`; in a ring, all keys together use each row at most once.
   __device__ int row_behind(int row, int num_keys) const {
     const int behind = row + num_keys;
     return ring_rows > 0 && behind >= ring_rows ? behind - ring_rows : behind;
@@ -78,7 +78,7 @@ template <int WIDTH>
 struct Softmax {
   float outs[WIDTH / 8][4];
   float maxima[2];
-  float sums[2];  // of this lane's keys alone
+  float sums[2];  // of this lane's keys only
 
   __device__ void clear() {
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ inline float quad_sum(float value) {
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-// Return what is subtracted from scores whose maximum is `largest`: 0 where there is no key.
+// Return the shift of scores whose maximum is `largest`: 0 if there is no key.
 __device__ inline float shift_of(float largest) { return largest == absent() ? 0.0f : largest; }
 
 // Begin to copy 16 bytes of every 128, `num_left` times or COUNT times.
@@ -120,8 +120,8 @@ __device__ const char* address_of_row(const T* first, int row, int stride) {
   return reinterpret_cast<const char*>(first) + static_cast<unsigned long long>(static_cast<unsigned>(row)) * bytes;
 }
 
-// Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
-// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, for a warp has few others to wait with.
+// Begin to copy the warp's tile `index`, and close the group of copies, which is empty after the last tile. Columns without a key become 0.
+// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, because few other warps hide the latency.
 template <int WIDTH, class T>
 __device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index) {
   const int tile = tiles.next + index * tiles.step;
@@ -150,7 +150,7 @@ __device__ void begin_tiles(const Store<T>& store, HeadDims dims, const Ring& ri
   for (int stage = 1; stage < ring.num_stages; ++stage) copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, stage - 1);
 }
 
-// Add a tile of keys and values in shared memory to the softmax, and give the keys' weights relative to the maxima, in the layout of
+// Add a tile of keys and values in shared memory to the softmax, and return the keys' weights relative to the maxima, in the layout of
 // `outs`. `factor` multiplies products; weights are powers of two.
 template <class T, int WIDTH>
 __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_stage, HeadDims dims, const Tiles& tiles, int tile, float factor,
@@ -232,8 +232,8 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   }
 }
 
-// Attend to the warp's tiles; `begin_tiles` has been called where `has_begun`. `after(tile, weights)` is called
-// behind each, with the keys' weights relative to the maxima of the softmax at that time.
+// Attend to the warp's tiles; if `has_begun`, `begin_tiles` has been called. `after(tile, weights)` is called
+// after each, with the keys' weights relative to the maxima of the softmax at that time.
 template <class T, int WIDTH, class After>
 __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles,
                        bool has_begun, float factor, After after) {

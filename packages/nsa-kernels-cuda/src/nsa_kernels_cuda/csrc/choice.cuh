@@ -1,8 +1,8 @@
-// The choice of blocks (Eq. 10, 11, arXiv 2502.11089): one warp to a row, a query of one KV head.
+// The choice of blocks (Eq. 10, 11, arXiv 2502.11089): one warp per row, which is a query of one KV head.
 //
 // The row's scores are staged in shared memory, and each lane keeps the highest of its own. Of the 32 lane maxima the `wanted`-th highest
 // is a lower bound of the `wanted`-th highest score, so that few scores remain at or above it. These survivors are compacted and ranked
-// among one another. Where too many remain (equal scores), or more blocks are wanted than there are lanes, the `wanted`-th highest score is
+// among one another. If too many remain (equal scores), or more blocks are wanted than there are lanes, the `wanted`-th highest score is
 // found bit by bit. Both give the same choice: the highest scores, equal ones to the lower block, ascending.
 
 #pragma once
@@ -175,7 +175,7 @@ __device__ inline int count_from(const float* scores, int free_end, unsigned low
   return warp_sum(count);
 }
 
-// Write the `wanted` highest free blocks, by ascending block, whatever their number and the number of equal scores.
+// Write the `wanted` highest free blocks, by ascending block, for any number of them and of equal scores.
 __device__ inline void choose_by_bits(const float* scores, int free_end, int wanted, int* target) {
   unsigned threshold = 0;
 #pragma unroll 1
@@ -218,7 +218,7 @@ __device__ void choose_row(const Scores<T>& scores, int position, Selection sele
   const float lane_highest = stage_scores(scores, candidates, memory.scores);
   int num_survivors = MOST_SURVIVORS + 1;
   if (candidates.wanted <= WARP_SIZE) {
-    // a lane without free blocks has the maximum -infinity, at or above which is everything that is staged
+    // a lane without free blocks has the maximum -infinity, which no staged score is below
     const float bound = fmaxf(warp_ranked(lane_highest, candidates.wanted - 1), -HIGHEST);
     num_survivors = list_survivors(memory, candidates.free_end, bound);
   }

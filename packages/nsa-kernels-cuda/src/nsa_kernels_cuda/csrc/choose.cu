@@ -1,4 +1,4 @@
-// The choice of blocks as a kernel of its own: a warp to each row.
+// The choice of blocks as a separate kernel: one warp per row.
 #include "choice.cuh"
 #include "ptx.cuh"
 

@@ -18,8 +18,8 @@ __device__ inline float power_of_two(float x) {
   return power;
 }
 
-// Copy 16 bytes to shared memory asynchronously, `OFFSET` bytes behind the addresses, which the instruction adds; zeros where they do not
-// exist, and then nothing is read.
+// Copy 16 bytes to shared memory asynchronously, `OFFSET` bytes after the addresses, which the instruction adds; if they do not
+// exist, write zeros and read nothing.
 template <int OFFSET = 0>
 __device__ inline void copy_async(void* target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %3], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0),
@@ -95,7 +95,7 @@ __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Return the address, in the CTA `rank` of the cluster, of what stands at `pointer` in the shared memory of this one.
+// Return the address, in the CTA `rank` of the cluster, that corresponds to `pointer` in the shared memory of this one.
 template <class T>
 __device__ T* of_rank(T* pointer, int rank) {
   unsigned long long address;
@@ -103,7 +103,7 @@ __device__ T* of_rank(T* pointer, int rank) {
   return reinterpret_cast<T*>(address);
 }
 
-// Wait until the launch before has ended, and its writes are visible, where this one may start before.
+// Wait until the previous launch has ended and its writes are visible, if this one may start earlier.
 __device__ inline void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 #endif

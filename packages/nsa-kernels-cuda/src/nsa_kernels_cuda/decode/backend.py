@@ -57,7 +57,7 @@ class CudaDecode:
 
 
 def _limits(request: BranchRequest) -> list[str]:
-    """Return what the kernels do not take, beside what `CAPABILITY` lists."""
+    """Return the limits of the kernels that `CAPABILITY` does not list."""
     geometry, found = request.geometry, []
     if request.compute_capability is not None and request.compute_capability > ONLY_ON:
         found.append("compute capability {}.{} (its clusters are cut for 9.0)".format(*request.compute_capability))
@@ -82,7 +82,7 @@ def _limits(request: BranchRequest) -> list[str]:
 
 
 def _why_no_room(kernel: str, request: BranchRequest) -> str:
-    """Return why the GPU of `request` holds no cluster of the plan; empty if it does, and where that GPU is not here."""
+    """Return why the GPU of `request` holds no cluster of the plan; empty if it does, or if that GPU is not here."""
     device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
     assert plan is not None
     if device is None:

@@ -31,12 +31,12 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
 
 
 def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
-    """Raise InputError where the kernel, which gets addresses alone, would read something else."""
+    """Raise InputError if the kernel, which gets only addresses, would read wrong data."""
     if queries.start is None or queries.cu_seqlens is not None or queries.q.shape[1] != 1:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} (the kernel takes one row of each sequence over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):
         if keys.page_table is not None or keys.k_scale is not None or keys.k.dtype != queries.q.dtype or keys.v.dtype != queries.q.dtype:
-            raise InputError(f"{name} lies in pages or in another dtype than q (the kernel reads rows of q's dtype); use 'triton'")
+            raise InputError(f"{name} is paged or has another dtype than q (the kernel reads rows of q's dtype); use 'triton'")
         if keys.first is not None and name != "win":
             raise InputError(f"{name} begins at `first` (the kernel reads it of the window alone); use 'triton'")
 
@@ -69,7 +69,7 @@ def launch_of(
         raise InputError(f"{num_blocks} blocks in a sequence (a cluster's shared memory does not hold their scores); use 'triton'")
     gates = gates if gates.dtype in (torch.float32, queries.q.dtype) else gates.float()
     copied = (queries.q, *(x for keys in stores for x in (keys.k, keys.v)))
-    # routing sees it before, but not while a graph is traced; a copy off its alignment ends the process's use of the GPU
+    # routing checks it, but not while a graph is traced; a misaligned copy would end the process's use of the GPU
     if head_dim_qk % 16 or head_dim_v % 16 or any(x.data_ptr() % 16 for x in copied):
         raise InputError("q, k or v starts off a multiple of 16 bytes, or 16 does not divide D_k or D_v; copy it, or use 'triton'")
     tensors = (*copied, gates, win.first, queries.start, queries.count, out, indices)

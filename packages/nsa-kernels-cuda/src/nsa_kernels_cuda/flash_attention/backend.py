@@ -26,7 +26,7 @@ class FlashAttentionBackend:
     level: int = 40
     files: Files | None = threshold_files
     """Returns the tables of minimum lengths, the preferred one first; None: the backend serves every length."""
-    # a graph being traced cannot declare an op
+    # a traced graph cannot declare an op
     _op: Callable[..., BranchOutput] = field(init=False, eq=False, repr=False)
 
     @_op.default
@@ -96,7 +96,7 @@ class FirstProviderBackend:
         return self.providers.backends[index](*operands, geometry=geometry, scale=scale)
 
     def _serving(self, request: BranchRequest) -> str | None:
-        """Return the name of the backend that serves `request`; a call does not know whether its lse is differentiated, so that has no say."""
+        """Return the name of the backend that serves `request`; a call does not know whether its lse is differentiated, so that is ignored."""
         return self.providers.explain(evolve(request, needs_lse_grad=False)).chosen
 
 

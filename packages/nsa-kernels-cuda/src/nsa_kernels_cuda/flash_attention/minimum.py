@@ -35,7 +35,7 @@ def beats_triton(request: BranchRequest, provider: str, files: tuple[Path, ...])
 
 
 def _measured(request: BranchRequest, provider: str, files: tuple[Path, ...]) -> tuple[MinLength, ...]:
-    """Return the entries for calls like `request`, of the first table that has one. Other providers are no kernels to beat."""
+    """Return the entries for calls like `request`, of the first table that has one. Comparisons with other providers are left out."""
     for path in files:
         found = tuple(entry for entry in table_of(path).of(request, provider) if not entry.against.startswith("flash_attn"))
         if found:

@@ -101,7 +101,7 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
                 f"flash_attn[{provider.name}] was given a gradient of lse (it differentiates out alone); use backend 'triton' or 'sdpa'"
             )
         result = BranchOutput(*results)
-        # lse alone may have a gradient
+        # only lse may have a gradient
         dout = torch.zeros_like(result.out) if dout is None else dout
         dout, q, k, v = (_with_dense_columns(x) for x in (dout, queries.q, keys.k, keys.v))
         given = ResultGradients(dout, dlse)

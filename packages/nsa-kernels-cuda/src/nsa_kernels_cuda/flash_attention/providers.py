@@ -57,7 +57,7 @@ class Provider(Protocol):
 
     @property
     def capability(self) -> Capability:
-        """Return what the provider can do, as far as a Capability can say it."""
+        """Return the abilities of the provider that a Capability can express."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason why the provider cannot serve `request`, reasons by its capability included."""
@@ -134,7 +134,7 @@ class TorchFlash:
     ) -> Gradients:
         """Return the gradients for that of out."""
         left, right = _sides(window)
-        # without dropout, of the state of the generator nothing is read
+        # without dropout the generator's state is not read
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         return Gradients(
             *torch.ops.aten._flash_attention_backward(
@@ -161,7 +161,7 @@ class FlashAttention4:
         found = _missing(self, "flash-attn-4") + _reasons(self, request)
         if request.compute_capability not in (None, (9, 0)):
             found += (Reason.incapable("compute capability {}.{} (the adapter is for 9.0)".format(*request.compute_capability)),)
-        # with as many KV heads as heads it takes them
+        # without grouping it supports unequal head dimensions
         is_grouped = request.num_heads != request.num_kv_heads
         return found + (_unequal_heads(request) if request.needs_grad and is_grouped else ())
 

@@ -50,7 +50,7 @@ def _write(
     store_ptr, scale_ptr, table_ptr, new_ptr, sequence, row, num_new, start, count, num_rows, num_pages, table_width,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of all KV heads, where it counts and has a slot; of more rows than a ring has, the last stay. Without `new_ptr` nothing."""
+    """Write one row of all KV heads if it is valid and has a slot; a ring keeps its last rows. Without `new_ptr` nothing is written."""
     if new_ptr is not None:
         size = num_rows
         if table_ptr is not None:
@@ -66,7 +66,7 @@ def _write(
             if scale_ptr is not None:
                 x = x.to(tl.float32)
                 scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
-                # of a row with NaN, as in the reference
+                # a row with NaN gets the scale NaN, as in the reference
                 scale = tl.where(tl.sum((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
                 tl.store(scale_ptr + slot * G + groups, scale, mask=groups < G)
                 x = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
@@ -126,7 +126,7 @@ def _pool(
     num_new, ring_rows, num_rows, num_pages, table_width, factor,
     G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write phi of the `number`-th block that the step completes, of one KV head; with `means_ptr` (items, D) its mean alone, there."""
+    """Write phi of the `number`-th block that the step completes, of one KV head; with `means_ptr` (items, D), write only its mean, there."""
     done = _num_complete(start, SIZE, STRIDE)
     block = done + number
     size = num_rows
@@ -166,7 +166,7 @@ def _block_of_items(items, num_items, start_ptr, count_ptr, numbers, num_rows, G
     starts = tl.load(start_ptr + sequences, mask=is_item, other=0)
     counts = tl.load(count_ptr + sequences, mask=is_item, other=0)
     blocks = _num_complete(starts, SIZE, STRIDE) + items // G % numbers
-    # Triton 3.6 takes a sum with `items % G` for a multiple of G, and reads four numbers at once where no address allows it
+    # Triton 3.6 mistakes a sum with `items % G` for a multiple of G, and emits misaligned vector loads
     groups = tl.multiple_of(items % G, 1)
     return sequences, groups, starts, blocks, is_item & (blocks < tl.minimum(_num_complete(starts + counts, SIZE, STRIDE), num_rows))
 
@@ -230,7 +230,7 @@ def append_kernel(
     num_written = num_sequences * num_new * (2 * WRITTEN)
     if program < num_written:
         row, part = program // PARTS, program % PARTS
-        # in falling order, so that two rows of one slot would show where programs run one by one
+        # in descending order, so that two writes to one slot would show if programs run one by one
         sequence, row = row // num_new, num_new - 1 - row % num_new
         start, count = tl.load(start_ptr + sequence), tl.load(count_ptr + sequence)
         if part == 0:
@@ -304,7 +304,7 @@ def append_kernel(
 def _activated(
     partials_ptr, bias_ptr, items, num_items, is_complete, dtype: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return SiLU of the hidden layer (items, WIDTH) in `dtype`, with what is above its range at its edge."""
+    """Return SiLU of the hidden layer (items, WIDTH) in `dtype`, with values above its range clamped."""
     inner = tl.arange(0, WIDTH)
     mask = is_complete[:, None] & (inner < D)[None, :]
     hidden = tl.zeros([items.shape[0], WIDTH], tl.float32)

@@ -44,14 +44,14 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
     """Write rows 0 .. count[b] - 1 from position start[b] on, and the blocks that they complete, in place; start and count are int32 (B,).
 
     One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Where the ring of raw tokens
-    has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. Another phi or rotation than
-    the layer's own is called as it is, and only its result is written here; so is `mlp` in steps of more than `MOST_MLP_ROWS` rows.
+    has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. If phi or the rotation is not
+    the layer's own, the module is called and only its result is written here; so is `mlp` in steps of more than `MOST_MLP_ROWS` rows.
     """
     if not start.numel():
         return
     stores = [new.store for new in rows] + ([] if blocks is None else [blocks.store, blocks.raw.store])
     if not all(x.is_contiguous() for store in stores for x in (store.k, store.v, store.k_scale, store.v_scale) if x is not None):
-        # the kernels address stores by rows, and a copy would take the step in place of its store
+        # the kernels address stores by rows; a copy would receive the step instead of the store
         reference.append(rows, blocks, start, count, geometry=geometry)
         return
     if not start.is_cuda:
@@ -66,7 +66,7 @@ def _append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, 
     phi = None if blocks is None else phi_of(blocks)
     has_many = phi is not None and phi.k_mlp is not None and blocks is not None and blocks.raw.k.shape[1] > MOST_MLP_ROWS
     if blocks is not None and (phi is None or has_many):
-        # before the ring of raw tokens forgets those of open blocks
+        # before the ring of raw tokens overwrites those of open blocks
         reference.emit_blocks(blocks, start, count, geometry, write=write_rows)
         blocks = None
     if blocks is not None and phi is not None:
@@ -102,14 +102,14 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
 
 
 def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
-    """Return the parameters of a compressor of the layer whose call is its formula, of whole parameters; None of another."""
+    """Return the parameters of an unmodified compressor of the layer; None if it has hooks, shards or other modules."""
     kind = type(compress)
-    # by name, once a step: to walk the modules and parameters by torch's own iterators takes several times as long
+    # by name: torch's iterators over modules and parameters take several times as long
     modules: tuple[Any, ...] = (compress,)
     found: tuple[Any, ...] = ()
     if kind is MLPCompressor:
         up, down = compress.up, compress.down
-        # what stands in place of a layer, as LoRA does, computes something else
+        # a module that replaces a layer, as in LoRA, computes something else
         if not type(up) is type(down) is nn.Linear:
             return None
         modules, found = (compress, up, down), (compress.position, up.weight, up.bias, down.weight, down.bias)
@@ -117,11 +117,11 @@ def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
         found = (compress.weight,)
     elif kind is not MeanCompressor:
         return None
-    # hooks are part of a module's call
+    # hooks run only when the module is called
     if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
         return None
     for x in found:
-        # a parameter in shards is gathered by the module's call
+        # the module's call gathers a sharded parameter
         if type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() or (kind is MLPCompressor and x.dtype != new.dtype):
             return None
     return found
@@ -216,7 +216,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class _Hidden(NamedTuple):
-    """The weights of `mlp` and what its two launches hand on, of keys and of values."""
+    """The weights of `mlp` and the buffers between its two launches, for keys and for values."""
 
     positions: Pair = (None, None)
     up: Pair = (None, None)

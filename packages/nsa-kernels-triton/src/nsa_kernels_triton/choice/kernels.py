@@ -71,7 +71,7 @@ def scores_kernel(
         return
     t_last = position + last_query
     own_last = t_last // SELECTION_SIZE
-    # every candidate of every query is chosen: no score is read
+    # every candidate of every query is chosen, so no score is read
     if own_last < NUM_SELECTED:
         return
     rows = tl.arange(0, BLOCK_ROWS)
@@ -189,7 +189,7 @@ def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
     blocks = tl.arange(0, BLOCK_BLOCKS)
     # NaN is highest, whatever its sign
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
+    # most scores are within a few powers of two of the highest: its exponent and the three below are tried before all bits
     exponent = tl.max(bits, 0) >> 23
     found = _num_from(bits, exponent << 23)
     lowest = tl.maximum(exponent - 3, 0)

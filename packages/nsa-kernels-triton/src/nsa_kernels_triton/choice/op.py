@@ -64,7 +64,7 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
     # the kernels read and write several elements of a row at a time
     num_blocks = cdiv(num_blocks, 16) * 16
     tiles = kernel_for("scores", q, k_cmp, heads_per_group=q.shape[2] // num_groups, strides=_strides(geometry))
-    # the kernel for 9.0 writes importance as a whole, the portable one writes the shares that reach over apart
+    # the kernel for 9.0 writes the sum; the portable one writes the shares of the next blocks separately
     reaches = geometry.compression_block_size > geometry.compression_stride and not isinstance(tiles, PipelineConfig)
     pieces = 2 if reaches else 1
     chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total
@@ -93,7 +93,7 @@ def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeo
     if not q.is_cuda:
         return None
     registry = default_registry()
-    # a registry may grow: its size belongs to what is remembered; the number of rows does not, which no choice depends on
+    # the key has the registry's size, because a registry may grow, but not the number of rows, which affects no choice
     sizes = (len(registry.backends), num_groups, num_blocks)
     return _preferred_choice(registry, sizes, q.device, q.dtype, geometry)
 
@@ -106,7 +106,7 @@ def _preferred_choice(
     dtype: torch.dtype,
     geometry: BlockGeometry,
 ) -> BranchBackend | None:
-    """Remembered: a request costs more host time than the launch that it decides."""
+    """Cached: a request costs more host time than the launch that it decides."""
     _, num_groups, num_blocks = sizes
     request = BranchRequest(
         operation=Operation.CHOOSE,
@@ -123,7 +123,7 @@ def _preferred_choice(
     )
     mine = routing.preference(request)
     if all(one.preference(request) <= mine for one in registry.backends if one.operation is Operation.CHOOSE):
-        # nothing is asked for its reasons, for which it may have to compile
+        # no backend is asked for reasons, which may require a compilation
         return None
     found = registry.resolve(request)
     return found if found.preference(request) > mine else None

@@ -292,7 +292,7 @@ def _importance(
         in_group = first + tl.arange(0, SUMMED_HEADS)
         is_head = in_group < HG
         heads = row * H + group * HG + in_group
-        # all loads before what is computed of them
+        # all loads come before the computation
         source = blocks_ptr + (heads * (2 * num_blocks))[:, None, None] + blocks[None, :, :]
         top_ptr = tops_ptr + (heads * num_tops)[:, None] + tops[None, :]
         has_top = is_head[:, None] & (tops * SLICE_BLOCKS <= last_free)[None, :]
@@ -319,8 +319,8 @@ def _importance(
             scale_before = exponential(before - largest, EXACT) * inverse
             share += reaching * tl.where((in_slice == 0)[None, None, :], scale_before[:, :, None], scale[:, :, None])
         importance += tl.sum(share, 0)
-    # Triton 3.6 reduces wrongly over a layout in which lanes between others hold copies, as those that added heads up may do. What is
-    # gathered has the layout of the indices
+    # Triton 3.6 reduces wrongly over a layout in which lanes between others hold copies, as the layout of sums over heads may. A gather
+    # returns the layout of its indices
     return tl.gather(tl.reshape(importance, (TOPS * SLICE_BLOCKS,)), tl.arange(0, TOPS * SLICE_BLOCKS), 0)
 
 

@@ -63,7 +63,7 @@ class Splits(NamedTuple):
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         cmp, wanted = max(1, programs // num_tiles), max(1, programs // num_rows)
         win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), wanted)
-        # the window is short beside the compressed keys of a long sequence
+        # the window is short compared with the compressed keys of a long sequence
         short_win = min(win, max(1, wanted // WINDOW_SHARE))
         left = (programs - short_win * num_rows) // num_tiles
         # a tile of several rows and few heads has a window for each row, whose programs may take too many from the compressed keys
@@ -136,7 +136,7 @@ class Tiles(NamedTuple):
         while slices > 1 and slices * slice_elements * itemsize > limit:
             slices //= 2
         if itemsize > 2:
-            # without matrix units a tile lies in registers, and what threads exchange takes as much
+            # without matrix units a tile is in registers, and exchanges between threads take as much
             return cls(slices, 1)
         dtype, is_paged = keys
         tile_bytes = slices * slice_elements * dtype.itemsize
@@ -226,7 +226,7 @@ def cut_of(sizes: StepSizes) -> Cut:
         num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
     )  # fmt: skip
     padded_tops = next_power_of_2(num_tops)
-    # as many programs that merge as run beside those that choose, one on a multiprocessor
+    # as many merging programs as run next to the choosing ones, one per multiprocessor
     most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - 1)
     merged_heads = min(max(LEAST_MERGED_HEADS, next_power_of_2(cdiv(group_size, most_parts))), max(1, SUMMED_WEIGHTS // width))
     parts = 1 + cdiv(group_size, merged_heads)

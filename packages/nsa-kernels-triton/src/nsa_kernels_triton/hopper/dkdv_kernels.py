@@ -144,7 +144,7 @@ def _multiply(
     )
     if num_keys < key0 + HALF:
         middle = row_end
-    # the other half may see rows that this one does not: their tiles pass by
+    # skip tiles of rows that only the other half sees
     num_tiles = gl.cdiv(row_end - row_from, ROWS)
     first_tile = (row_first - row_from) // ROWS
     end_tile = gl.maximum(gl.cdiv(row_last - row_from, ROWS), first_tile)
@@ -170,7 +170,7 @@ def _multiply(
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
-            # the next tile's scores are computed behind this one's products
+            # the next tile's scores are computed after this one's products
             scores = start_next(tile + 1, end_tile, k1, k1, q1_smem, q1_smem, full, zeros, 0, STAGES, False)
             dk1, dv = warpgroup_mma_wait(1, deps=[dk1, dv])
             mbarrier.arrive(empty.index(stage), count=1)

@@ -217,7 +217,7 @@ def _weights(
     else:
         peak = gl.maximum(peak, _maxima(scores, chosen, SHARED))
         found = peak * factor
-    # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
+    # for a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
     lowered = gl.where(found == float("-inf"), 0.0, found)
     rescale = gl.exp2((shift - lowered) * (factor if REDO else 1.0))
     if SHARED:
@@ -281,7 +281,7 @@ def _attend_to_tiles(
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
 
-    Unless REDO, write as well whether a sum of weights or a shift became too large; REDO: only rows of which that was so. `first_number`
+    Unless REDO, also write whether a sum of weights or a shift became too large; REDO: only the rows where it did. `first_number`
     tiles of rows and `used` tiles of keys came before; return how many of keys have come in all.
     """
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = buffers
@@ -400,14 +400,14 @@ def _attend_to_tiles(
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
             divisor = row_sum
             if not REDO:
-                # the largest weight counts as it was rounded: where it outweighs all others, its value comes out as it is. Running
-                # maxima make it 1 but for the rounding of the shift, which is subtracted from an unrounded product
+                # the largest weight counts as rounded: if it outweighs all others, the output is its value. With running
+                # maxima it is 1 except for the rounding of the shift, which is subtracted from an unrounded product
                 top = float_of(gl.convert_layout(gl.max(tops, 1), OF_ROWS)) if OPTIMISTIC else gl.exp2(gl.fma(peak, factor, -shift))
                 divisor = row_sum + (top.to(dtype).to(gl.float32) - top)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
         if SHARED:
-            # no weight is left of extreme scores that were rounded up
+            # extreme scores that were rounded up leave no weight
             sees_any = sees_any & ((row_sum != 0) | ((gl.abs(shift) >= EXTREME) & (shift != float("-inf"))))
         # a row that sees nothing may hold NaN
         inverse = gl.where(sees_any, 1.0 / divisor, 0.0)
@@ -418,7 +418,7 @@ def _attend_to_tiles(
         lse = gl.where(sees_any, shift * LN2 + gl.log2(gl.where(sees_any, row_sum, 1.0)) * LN2, float("-inf"))
         wanted = rows // HG < num_rows
         if not REDO:
-            # NaN is not below; the rows of the past must not know who else is done again
+            # NaN is not below; earlier rows must not depend on which other rows are computed again
             is_wrong = sees_any & (((row_sum < SAFE_SUM) & (gl.abs(shift) < EXTREME)) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
             flag = overflows_ptr + part * num_items + item
@@ -429,7 +429,7 @@ def _attend_to_tiles(
         barrier()
         gl.store(lse_ptr + heads, lse, mask=wanted)
         if not REDO:
-            # over the 0 from before the barrier
+            # overwrites the 0 from before the barrier
             gl.store(flag + gl.zeros([PART], gl.int32, OF_ROWS), is_wrong.to(gl.int32), mask=is_wrong)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem

@@ -35,7 +35,7 @@ def _tile_of(
 ):  # fmt: skip
     """Return the tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
 
-    The longest rows come first. No block is scored where no query has a choice.
+    The longest rows come first. No block is scored if no query has a choice.
     """
     is_tile, group, tile, q_row0, _num_rows, num_valid, position, key_row0 = locate_tile(
         item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
@@ -68,7 +68,7 @@ def _load_rows(
 
 @gluon.jit
 def _key_order(columns, PADDED_STRIDES: gl.constexpr):
-    """Return which stride of a tile's blocks stands in a column of its scores: whole blocks in a thread, by turns of four threads.
+    """Return the stride of a tile's blocks in each column of its scores: whole blocks in a thread, alternating over four threads.
 
     Thread c of four holds the columns 8 j + 2 c and 8 j + 2 c + 1.
     """
@@ -143,10 +143,10 @@ def _load(
 
 @gluon.jit
 def _sum_heads(values):
-    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which lie in every fourth lane of a warp.
+    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which are in every fourth lane of a warp.
 
     With each exchange a lane passes on half of its columns and keeps the others: row r comes to hold the columns
-    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which lie in four lanes, stay together: with fewer than 32 columns
+    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which are in four lanes, stay together: with fewer than 32 columns
     several rows hold the same four.
     """
     for step in gl.static_range(3):
@@ -185,7 +185,7 @@ def _store(
             # weights of extreme rows are at most 1
             exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME, float("inf"), 0.0)[:, None])
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
-    # behind the masks, so that the assembler can sum some weights while others are computed
+    # after the masks, so that the assembler can sum some weights while others are computed
     weights = gl.exp2(exponents)
     # a thread holds two of the 16 heads of a query, eight apart
     shares = gl.sum(weights.reshape([PART // 16, 2, 8, KEYS]), 1)
@@ -193,7 +193,7 @@ def _store(
     shares = shares.reshape([PART // 16, 8, BLOCKS, PADDED_STRIDES])
     LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout_of(shares))))
     strides = gl.arange(0, PADDED_STRIDES, LAST)
-    # -0 added changes nothing, and the compiler knows; as a literal it would become 0
+    # the compiler drops an addition of -0; as a literal it would become 0
     nothing = float_of(bits_of(gl.zeros_like(shares)) + -(2**31))
     own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
     whole = gl.sum(gl.where(own_weight == REACH, shares, nothing), 3)

@@ -43,7 +43,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
     start = gl.load(item + 1)
     end = gl.load(item + 2)
     key_row0 = gl.load(key_rows_ptr + index % num_pieces)
-    # the last query sees the most; beyond it a store may hold anything
+    # the last query sees the most keys; later rows of a store may hold anything
     last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
     is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
     return index // num_pieces, start, end, gl.load(item + 3), key_row0, last_key, is_masked
@@ -51,7 +51,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
 
 @gluon.constexpr_function
 def tile_of(width, lane_columns):
-    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes to a row, whatever its width."""
+    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes per row of any width."""
     return gl.BlockedLayout([1, width // lane_columns], [32 // lane_columns, lane_columns], [4, 1], [1, 0])
 
 

@@ -176,14 +176,14 @@ def reciprocal(x):
 
 @gluon.jit
 def power_near_one(x):
-    """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products: such kernels wait for the unit of `gl.exp2`."""
+    """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products; the unit of `gl.exp2` limits these kernels."""
     # the Taylor series: ln 2 to the powers 1 .. 4 over their factorials
     return 1 + x * (0.69314718 + x * (0.24022651 + x * (0.055504109 + x * 0.0096181291)))
 
 
 @gluon.constexpr_function
 def layout_of(x):
-    """Return the layout of x, which a reshape made."""
+    """Return the layout of x, the result of a reshape."""
     return x.type.layout
 
 

@@ -1,6 +1,6 @@
 """Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
 
-A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys whatever HG is. The keys of a
+A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys for any HG. The keys of a
 tile are those of its first to its last query; both ends are masked, the middle is not.
 """
 
@@ -64,7 +64,7 @@ def _forward_step(
 ):  # fmt: skip
     """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax; `row_max` is the largest product, without the factor.
 
-    RING: key p lies in row p % num_keys of its sequence.
+    RING: key p is in row p % num_keys of its sequence.
     """
     keys = start + tl.arange(0, BLOCK_KEYS)
     key_mask = keys < last_end
@@ -79,7 +79,7 @@ def _forward_step(
         visible = tl.where(is_visible, products, float("-inf"))
     # factor >= 0, so the largest product makes the largest score
     new_max = tl.maximum(row_max, tl.max(visible, 1))
-    # a row that has seen nothing yet is lowered by 0
+    # a row that has seen nothing yet has shift 0
     largest = tl.where(new_max == float("-inf"), 0.0, new_max)
     row_factor = coarser(largest * factor, factor, coarse_factor)
     weights = exponential(tl.fma(products, row_factor[:, None], -(largest * row_factor)[:, None]), EXACT)
@@ -291,7 +291,7 @@ def dq_kernel(
                 acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
                 factor, start, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
             )  # fmt: skip
-    # where a row is extreme, every tile goes through the masked loop
+    # if a row is extreme, every tile goes through the masked loop
     unmasked_end = tl.where(is_extreme, middle, tail)
     for key in tl.range(middle, unmasked_end, BLOCK_KEYS):
         acc1, acc2 = _dq_step(
@@ -324,7 +324,7 @@ def _dkdv_step(
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows row .. row + BLOCK_ROWS - 1 give to dK and dV of `keys`; everything is transposed: (keys, rows).
+    """Add the contribution of rows row .. row + BLOCK_ROWS - 1 to dK and dV of `keys`; everything is transposed: (keys, rows).
 
     q, dO, shift, delta and gates point to the first head of the group in the sequence's first row.
     """
@@ -355,7 +355,7 @@ def _dkdv_step(
     if MASK != NONE:
         first, end = visible_keys(tl.where(exists, position + rows // HG, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
         is_visible = (keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :])
-        # such a tile may hold extreme rows
+        # a masked tile may hold extreme rows
         weights = tl.where(is_visible, restrained(weights, shift[None, :]), 0.0)
     dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, MASK != NONE)
     dweights = dot(v1, tl.trans(dout1), tl.zeros([k1.shape[0], BLOCK_ROWS], tl.float32))
@@ -452,7 +452,7 @@ def dkdv_kernel(
     dk2 = tl.zeros([BLOCK_KEYS, K2 if K2 > 0 else 16], tl.float32)
     dv1 = tl.zeros([BLOCK_KEYS, V1], tl.float32)
     dv2 = tl.zeros([BLOCK_KEYS, V2 if V2 > 0 else 16], tl.float32)
-    # where a row is extreme, every tile goes through the masked loop
+    # if a row is extreme, every tile goes through the masked loop
     tail = tl.where(tl.load(extremes_ptr) != 0, middle, tail)
     lowering = 1.0
     if q_ptr.dtype.element_ty == tl.float16:
@@ -505,7 +505,7 @@ def delta_kernel(
     dlse = tl.zeros([BLOCK_ROWS], tl.float32)
     if dlse_ptr is not None:
         dlse = tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
-    # a sum, for a maximum may hide NaN
+    # a sum, because a maximum may hide NaN
     has_gradient = (tl.sum(tl.abs(dout), 1) != 0) | (dlse != 0)
     _store_delta(out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     if dout_ptr.dtype.element_ty == tl.float16:
@@ -570,7 +570,7 @@ def _store_delta(
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
     is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0)
-    # every such row stores: a reduction would cost the programs without one
+    # every such row stores; a reduction would cost time in programs without such rows
     tl.store(extremes_ptr + tl.zeros_like(rows), tl.full(rows.shape, 1, tl.int32), mask=is_extreme)
     return delta
 

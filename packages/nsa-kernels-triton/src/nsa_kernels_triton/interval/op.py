@@ -141,7 +141,7 @@ def attend_into(
 ) -> None:
     """Write out, lse and the exact out; with `limit`, of at least the first `limit` queries of each sequence."""
     if scale < 0:
-        # the kernel scales a maximum, which a negative factor would make the least
+        # the kernel scales a maximum, which a negative factor would turn into a minimum
         q, scale = -q, -scale
     kind = "window_forward" if is_window else "compressed_forward"
     tiles = kernel_for(kind, q, v, k, scale_is_positive=scale > 0, is_ring=sequences.is_ring)
@@ -198,7 +198,7 @@ def _note_values(extremes: Tensor, v: Tensor) -> None:
 def _over_rows(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid and the constants of the kernels that read every row of dO, or of values."""
     width = next_power_of_2(x.shape[3])
-    # few rows and few warps: many programs fit, whose loads overlap; 4,096 numbers and 4 warps took 7 % longer on an H200
+    # few rows and warps, so that many programs overlap their loads; 4,096 numbers and 4 warps took 7 % longer on an H200
     block = max(1, 1024 // width)
     return (cdiv(x.shape[:3].numel(), block),), {"D_V": x.shape[3], "WIDTH": width, "BLOCK_ROWS": block, "num_warps": 2}
 
@@ -255,7 +255,7 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
 
 
 def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
-    """Return dk and dv, which are made on the second stream."""
+    """Return dk and dv, computed on the second stream."""
     k, v, num_queries = x.k, x.v, x.q.shape[1]
     splits, split_queries = 1, num_queries
     tiles = kernel_for("interval_dkdv", x.q, v, k, x.dout)
@@ -282,7 +282,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 ADDED = 1024
-"""How many numbers a program that adds splits handles."""
+"""Numbers per program that adds splits."""
 
 
 def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:

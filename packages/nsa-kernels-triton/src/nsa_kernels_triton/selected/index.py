@@ -13,7 +13,7 @@ from nsa_kernels_triton.selected import index_kernels
 CHUNK_BYTES = 3 * 2**29
 """Maximum bytes of the partial results of one chunk of queries.
 
-The rows of a chunk are a power of two: at n = 16 and H = 64, heads of 96 and 192 columns take all of it, those of 64 and 128 1 GiB.
+The rows of a chunk are a power of two: at n = 16 and H = 64, heads of 96 and 192 columns use all of it, those of 64 and 128 1 GiB.
 """
 MAX_CHUNK_ROWS = 8192
 WORD_ROWS: int = index_kernels.WORD_ROWS.value
@@ -176,7 +176,7 @@ def index_of(
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
     """Yield the lists of each chunk of rows, in order; the lists of several chunks are built at once."""
-    # marks, ranks, counts and ends of the lists; entries, and a byte for each in `present`
+    # bytes of the marks, ranks, counts and ends of the lists, of the entries, and of `present`
     list_bytes = 4 * index.num_groups * index.num_pieces * (2 * index.words + 6) + 5 * index.num_entries
     rows = index.chunk_rows * max(1, LISTED_BYTES // list_bytes)
     for first in range(0, index.num_rows, rows):
@@ -196,7 +196,7 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
         "SLOTS": next_power_of_2(num_selected),
         "PIECES": index.pieces.per_block,
         "WORDS": words,
-        # a thread holds the slots of one row, up to 32
+        # a thread holds the slots of one row, at most 32
         "num_warps": min(16, max(1, next_power_of_2(num_selected) // 32)),
     }
 

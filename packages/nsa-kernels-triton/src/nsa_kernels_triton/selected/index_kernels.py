@@ -51,7 +51,7 @@ def describe_rows_kernel(
             position = tl.where(position < count, position + tl.load(query_start_ptr + sequence, mask=exists, other=0), -1)
         key_row = sequence * num_keys + position
         piece = sequence * tl.cdiv(num_keys, SELECTION_SIZE) * PIECES
-    # a comparison of vectors: the interpreter of Triton 3.9 refuses one with a number among what masks a store
+    # a comparison of vectors: Triton 3.9's interpreter refuses a comparison with a number in the mask of a store
     is_first = row < tl.where(group == 0, num_rows, 0)
     tl.store(rows_ptr + row, position, mask=is_first)
     tl.store(rows_ptr + num_rows + row, key_row, mask=is_first)

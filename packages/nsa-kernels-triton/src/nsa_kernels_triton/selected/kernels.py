@@ -158,7 +158,7 @@ def merge_kernel(
     if SHARED:
         total = tl.exp(own - shift)
         acc = load_columns(out_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * total[:, None]
-        # the kernel writes these elements below
+        # this kernel writes these elements below
         tl.debug_barrier()
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
@@ -184,7 +184,7 @@ def merge_kernel(
             store_columns(exact_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=merged)
     if COMBINE:
-        # a row that does not count is 0 whatever its gates are, NaN included
+        # an invalid row is 0 for any gates, NaN included
         gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
         gate_slc = tl.load(gates_ptr + target * 3 + 1, mask=counts, other=0.0).to(tl.float32)
         gate_win = tl.load(gates_ptr + target * 3 + 2, mask=counts, other=0.0).to(tl.float32)
@@ -275,7 +275,7 @@ def backward_kernel(
             scores = dot(q2, tl.trans(k2), scores)
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
-        # a row whose shift is infinite sees nothing, whatever its scores are
+        # a row whose shift is infinite sees nothing, for any scores
         own_key = tl.where(shift == float("inf"), -1, own_key)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
         # a weight above 1 comes from rounding, which is large for huge scores

@@ -53,7 +53,7 @@ selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, ope
 
 
 class Others(NamedTuple):
-    """The other branches' outputs, if all of Eq. 5 is computed in one."""
+    """The other branches' outputs, if Eq. 5 is fused."""
 
     cmp: Tensor
     win: Tensor
@@ -140,12 +140,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return out, lse, the exact out (or None) and, with `others`, the gated sum of the three branches (else an empty tensor).
 
-    With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them, and all have
-    chosen the first blocks and the last. Where only the sum is wanted, `keeps_out` False saves the memory of out and exact out:
+    With `others` the choice follows Eq. 11: queries with no more blocks than may be chosen have chosen all of them, and all have
+    chosen the first blocks and the last. If only the sum is needed, `keeps_out` False saves the memory of out and exact out:
     they may be empty then, or incomplete.
     """
     if scale < 0:
-        # a kernel may scale a maximum, which a negative factor would make the least
+        # a kernel may scale a maximum, which a negative factor would turn into a minimum
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     facts = {"scale_is_positive": scale > 0, "selection_block_size": geometry.selection_block_size}
@@ -219,7 +219,7 @@ def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: Blo
 
 
 def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with gates the choice is ours, and `dq` is to be added to. `tiles` are those of `backward_kernel`.
+    """Return dq, dk, dv; with gates the choice follows Eq. 11, and the result is added to `dq`. `tiles` are those of `backward_kernel`.
 
     The second stream is joined then.
     """
@@ -241,7 +241,7 @@ def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Confi
         interval.backward_into(dq, dk, dv, local, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
-    # a query's heads of one group lie side by side: nothing is padded where 16 divides their width
+    # a query's heads of one group are contiguous: no padding if 16 divides their width
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
     gate = {"GATE": x.gate}

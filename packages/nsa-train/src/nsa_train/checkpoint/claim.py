@@ -64,10 +64,10 @@ def _belongs(root: Path) -> str:
 
 
 def _sign(root: Path) -> None:
-    # the file serves a message alone; saving reports a full disk
+    # the file only serves a message; saving reports a full disk
     with suppress(OSError):
         (root / HOLDER).unlink(missing_ok=True)
-        # "x" follows no link that somebody puts there
+        # "x" follows no planted link
         with (root / HOLDER).open("x", encoding="utf-8") as file:
             file.write(f"pid {os.getpid()} on host {platform.node()}\n")
 
@@ -75,7 +75,7 @@ def _sign(root: Path) -> None:
 def _holder(root: Path) -> tuple[str, str]:
     """Return the process id and host that have claimed `root`; empty if the file cannot be read."""
     with suppress(OSError):
-        # opening a pipe that somebody put there would wait
+        # opening a planted pipe would wait
         descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             text = os.read(descriptor, 512) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
@@ -87,12 +87,12 @@ def _holder(root: Path) -> tuple[str, str]:
 
 
 def _can_lock(descriptor: int, kind: int) -> bool:
-    """Lock the directory if nobody has it, and return whether that is so; True if it knows no locks."""
+    """Lock the directory if nobody has it, and return whether it was free; True if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # two runs in one directory are not noticed there
+        # there, two runs in one directory are not detected
         pass
     return True

@@ -82,7 +82,7 @@ def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
 
 
 def _tokenizer_keys(folder: Path, config: Any) -> dict[str, str]:
-    """Return the keys of `data` for text in the tokenizer.json of `folder`; none where a run cannot read it, or the model lacks rows for its ids."""
+    """Return the keys of `data` for text in the tokenizer.json of `folder`; empty if a run cannot read it, or the model lacks rows for its ids."""
     path = (folder / TOKENIZER).absolute()
     if not path.is_file():
         return {}
@@ -145,7 +145,7 @@ def _summary(written: Any, recipe: RunConfig, out: Path) -> list[str]:
         lines.append(
             "tokenizer: nsa-train reads none here (a byte-level tokenizer.json with <|endoftext|>); set data.tokenizer in recipe.toml"
         )
-    # a name such as 2024 or true would be read as what it is in TOML
+    # TOML would read a name such as 2024 or true as a number or boolean
     named = str(out) if parse_value(str(out)) == str(out) else toml_value(str(out))
     command = ["nsa-train", "run", str(out / RECIPE), "--set", f"train.init_from={named}", "--set", "data.path=FILE"]
     return [*lines, f"train it: {shlex.join(command)}"]

@@ -81,7 +81,7 @@ def ends_with(config: Any, separator: int) -> bool:
 
 
 def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
-    """Return the files of the weights in `folder`, which are those of `config`'s decoder; beyond their headers, what has a checksum is read.
+    """Return the files of the weights in `folder`, after comparing headers with `config`'s decoder and data with checksums, if any.
 
     `of`: the source of the decoder's description, for the message.
 
@@ -106,7 +106,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe that lies beside them, or its sizes"
+            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe next to them, or its sizes"
         )
     require_undamaged(files)
     return files

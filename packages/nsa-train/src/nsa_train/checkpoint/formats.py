@@ -36,7 +36,7 @@ def export(
     checkpoint = open_checkpoint(path)
     for line in checkpoint.refused:
         say(line)
-    # a path that is wrong is refused without torch
+    # refuse a wrong path without loading torch
     from nsa_train.checkpoint.resuming import require_weights
     from nsa_train.checkpoint.tensors import read_tensors, write_tensors
 

@@ -118,7 +118,7 @@ def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
     separator, pad = special_ids(data)
     options = {"separator": separator, "pad": pad, "max_length": max_length}
     if data.source in IDS and data.tokenizer_path is None:
-        # random ids stand for no text
+        # random ids have no text
         return id_tokenizer(GPT2_VOCAB_SIZE, **options)
     path = None if data.tokenizer_path is None else Path(data.tokenizer_path)
     if path is not None and path.suffix == ".json" and path.name != "encoder.json":

@@ -106,12 +106,12 @@ def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
 
 
 def _shown(error: Exception) -> str:
-    """Return the text of `error` for a message, with its type where the text alone says too little."""
+    """Return the text of `error` for a message, with its type if the text is not enough."""
     return str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
 
 
 def _spelled(content: Mapping[str, Any]) -> str:
-    # no newline at the end: whatever is cut off, the rest is no JSON
+    # no newline at the end, so that a truncated file is never valid JSON
     return json.dumps({**content, "sha256": _digest(content)}, indent=2)
 
 

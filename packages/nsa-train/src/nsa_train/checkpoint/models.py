@@ -40,7 +40,7 @@ class OpenedModel(NamedTuple):
 def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, with_weights: bool = True) -> OpenedModel:
     """Return the model at `path`: a run, a checkpoint, or a folder with config.json of `ckpt export --format hf` or `convert`.
 
-    Operations use this machine's choice of backends, whatever the run named. `say` gets a line about each checkpoint that was skipped.
+    Operations use this machine's choice of backends, not the run's. `say` gets a line about each checkpoint that was skipped.
     Without `with_weights` the decoder is on the meta device, for its layers and shapes: weights are neither read nor drawn.
 
     Raises:
@@ -80,7 +80,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
             else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
         )
         tokenizer = tokenizer_of(folder)
-    # Transformers raises ValueError, TypeError and its own errors for files that are none of its own
+    # Transformers raises ValueError, TypeError and its own errors for foreign files
     except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
@@ -91,7 +91,7 @@ class FolderTokenizer:
     """The tokenizer.json in a model's folder, with the interface of `Tokenizer`."""
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
-        """Take what `AutoTokenizer` gave, and the model's configuration, whose ids win."""
+        """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence."""
         ends = config.eos_token_id
         self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
         self.separator = int((ends[0] if isinstance(ends, list | tuple) else ends) or 0)

@@ -78,7 +78,7 @@ def make_root(root: Path) -> None:
 
 
 def _move(aside: Path, target: Path) -> None:
-    """Put `aside` in the place of `target`, which may be there."""
+    """Move `aside` to `target`, which may exist."""
     if not target.exists():
         aside.rename(target)
     elif not _exchange(aside, target):
@@ -111,7 +111,7 @@ def point_latest(root: Path, name: str) -> None:
     aside.symlink_to(name)
     try:
         if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
-            # the run was copied without its links
+            # in a copy without links it is a directory
             _set_aside(root / LATEST, root / f"{ASIDE}copied-{LATEST}")
         aside.replace(root / LATEST)
     except OSError:
@@ -136,14 +136,14 @@ def whole(out: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _set_aside(path: Path, aside: Path) -> None:
-    """Remove `path` so that at no moment half of it stands under its name."""
+    """Remove `path` atomically: a partial directory never has its name."""
     _remove(aside)
     path.rename(aside)
     _remove(aside)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory or a link, if it is there; what a link points to is left alone."""
+    """Remove a directory or a link, if it exists; a link's target stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -132,11 +132,11 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     Raises:
         CheckpointError: if its weights do not fit the decoder that its config.toml describes.
     """
-    # before anything is allocated: a stranger may have chosen the sizes
+    # before anything is allocated, because the sizes are untrusted
     require_weights(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = build_model(checkpoint.config)
-    # no collective: a single process may look at a checkpoint while the others do something else
+    # no collective: a single process may open a checkpoint alone
     model.load_state_dict(read_tensors(checkpoint.path / MODEL))
     return model.eval()
 

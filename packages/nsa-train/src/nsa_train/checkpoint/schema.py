@@ -30,7 +30,7 @@ MOST_NAME = 1024
 
 def _is_date(value: object) -> bool:
     try:
-        # it is printed as it is, and a control character may stand between date and time
+        # printed unescaped, so no control character may separate date and time
         return (
             isinstance(value, str) and len(value) <= 32 and value.isascii() and value.isprintable() and bool(datetime.fromisoformat(value))
         )

@@ -74,7 +74,7 @@ def capture(
         "routes": dict(routes or {}),
         "counters": dict(counters or {}),
     }
-    # a round trip: nothing live stays in, and what is not JSON shows here and not in the background
+    # a round trip copies all live values, and fails here, not in the background, for a value that is not JSON
     return Snapshot(
         model=on_host(model_tensors(model)),
         optimizer=on_host(optimizer_tensors(model, optimizer)),

@@ -158,12 +158,12 @@ def _state_of(path: Path, content: bytes, config: RunConfig) -> dict[str, Any]:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    """The order in which a resume tries: `latest`, earlier ones from the newest on, later ones from the newest on."""
+    """Return the order in which a resume tries checkpoints: `latest`, earlier ones from the newest on, later ones from the newest on."""
     folders = step_folders(root)
     latest = latest_folder(root)
     head = next((step for step, path in folders.items() if path == latest), None)
     if head is None and latest is not None:
-        # its target is gone: still, what is later belongs to another branch
+        # its target is gone, but later checkpoints still belong to another branch
         head = int(latest.name.removeprefix("step-"))
     order = sorted(folders, key=lambda step: (head is None or step <= head, step), reverse=True)
     return [folders[step] for step in order]

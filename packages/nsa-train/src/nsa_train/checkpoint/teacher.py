@@ -34,7 +34,7 @@ class Teacher:
         Raises:
             ConfigError: as `open_teacher`.
         """
-        # a model may draw weights before it reads them: the run's own numbers stay as they are
+        # a model may draw random weights before it reads them; the run's generators must not change
         with torch.random.fork_rng(devices=[]):
             self.decoder = open_teacher(config).decoder.requires_grad_(False).to(device)
 
@@ -96,7 +96,7 @@ def _misfits(opened: OpenedModel, config: RunConfig) -> Iterator[str]:
         if heads % model.n_kv_heads:
             yield (
                 f"has {heads} heads in layer {index}, which do not divide among model.n_kv_heads={model.n_kv_heads} groups "
-                "(each group has a mass of its own); use a teacher whose heads do"
+                "(each group has its own mass); use a teacher whose heads do"
             )
             return
         if isinstance(block.attention, NativeSparseAttention) and "slc" not in block.attention.config.branches:

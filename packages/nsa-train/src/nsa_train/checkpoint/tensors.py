@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> live weight or buffer of `model`, sharded ones as they are."""
-    # first of all: FSDP gives its gathered weights back when this is called
+    # FSDP frees its gathered weights at this call, so callers make it first
     return {_stable(name): value for name, value in _unwrapped(model).state_dict().items()}
 
 
@@ -106,7 +106,7 @@ def require_forms(
     found = read_forms(path)
     wanted = {name: Form.of(value) for name, value in expected.items()}
     differing = [f"{name} expected {form}, found {found.get(name, 'none')}" for name, form in wanted.items() if found.get(name) != form]
-    # a stranger may have chosen the names in the file
+    # the names in the file are untrusted
     differing += [f"{_shown(name)} expected none, found {found[name]}" for name in sorted(set(found) - set(wanted))]
     if differing:
         more = f"; and {len(differing) - NAMED} more tensors" if len(differing) > NAMED else ""
@@ -146,9 +146,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
         # transformers asks for a "format"
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
-        # it hides the operating system's error in its text
+        # its text contains the operating system's error
         raise OSError(f"{path}: {error}") from error
-    # it lets nobody but the owner read, whatever the user's umask says
+    # it gives read permission to the owner only, against the user's umask
     path.chmod(mode)
 
 
@@ -180,7 +180,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
     """Load the state in `path` into `optimizer`, built for `model`; only rank 0 reads the file. A collective.
 
     Raises:
-        CheckpointError: on all ranks, if it holds state of parameters that `model` has not.
+        CheckpointError: on all ranks, if it holds state of parameters that `model` lacks.
     """
     parameters, world = _parameters(model), here()
     found = world.on_main(lambda: _read_moments(path, parameters)) or {}
@@ -234,7 +234,7 @@ def _no_tensors(path: Path, error: Exception) -> CheckpointError:
 
 
 def _placed(whole: Tensor, *, like: Tensor) -> Tensor:
-    """Return `whole`, which every rank has, sharded as `like` is; each rank takes its part, nothing is sent."""
+    """Return `whole`, which every rank has, sharded as `like` is, without communication."""
     if is_sharded(like):
         from torch.distributed.tensor import distribute_tensor
 

@@ -25,7 +25,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, root: Path, *, keep_last: int = 0, is_async: bool = False) -> None:
-        """Claim `root` and remove what a killed run left half-written there; `keep_last` checkpoints stay (0: all).
+        """Claim `root` and remove partial files of a killed run; `keep_last` checkpoints stay (0: all).
 
         Raises:
             TrainError: on all ranks (`World.on_main`), when `root` cannot be written; a ClaimedError where another run writes there.
@@ -45,15 +45,15 @@ class CheckpointWriter:
         if error is None:
             self.close()
         else:
-            # the ranks may have parted: what is being written is finished, but nobody waits for the others
+            # the ranks may have diverged: finish the current write, but do not wait for the others
             self._end()
 
     def save(self, step: int, snapshot: Snapshot) -> Path:
         """Write `snapshot` as `root`/step-N, move `root`/latest to it and return its path. A collective.
 
         Raises:
-            TrainError: on all ranks, if this write (the one before, with `is_async`) failed; the checkpoint before
-                is still there and nothing half-written is.
+            TrainError: on all ranks, if this write (the previous one, with `is_async`) failed; the previous
+                checkpoint stays and no partial file remains.
         """
         self.wait()
         path = self.root / step_name(step)
@@ -94,7 +94,7 @@ class CheckpointWriter:
         self._claims.close()
 
     def _tidy(self) -> None:
-        # a writer that is dropped gives its claim back, too
+        # a dropped writer also releases its claim
         self._claims.callback(weakref.finalize(self, release, self.root, claim(self.root)))
         clear_debris(self.root)
 
@@ -117,7 +117,7 @@ class CheckpointWriter:
 
 
 def refused_by_disk(what: str, error: OSError, root: Path) -> str:
-    """Return what to say where `error` kept a run from going on whose checkpoints are in `root`."""
+    """Return the message for a disk `error` that stopped a run whose checkpoints are in `root`."""
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**20
     before = latest_folder(root)

@@ -92,7 +92,7 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most
         if rank < share and record.text not in within:
             within[record.text] = None
             size += len(record.text)
-        # something must be left for training, also where the first document is a large one that is held out
+        # something must remain for training, even if a large first document is held out
         if scanned >= SCAN_DOCUMENTS or (size >= tokens * token_bytes and highest > lowest[0]):
             break
     if highest <= lowest[0]:
@@ -149,7 +149,7 @@ class SyntheticBlocks:
             yield Entry(0, self.document(f"train {block}"))
 
     def held_out(self, rows: int) -> DrawnRows:
-        """Return `rows` rows that are no training rows."""
+        """Return `rows` rows that are not training rows."""
 
         def draw(number: int) -> Row:
             ids = self.document(f"val {number}")

@@ -43,10 +43,10 @@ OPENING_BYTES = 32
 """Maximum bytes of each opening."""
 
 FIXED_BATCHES = 16
-"""Number of validation batches that define the split of a streamed corpus, whatever `train.eval_batches` is: a resume may change that key."""
+"""Number of validation batches that define the split of a streamed corpus, independent of `train.eval_batches`, which a resume may change."""
 HASHED_BYTES = 2**30
 """Maximum bytes of a corpus of local files that is read whole for the hashes of its blocks. In a larger one, each block is hashed when
-it is first read. JSONL is read whole to count its lines, and is hashed then, whatever its size."""
+it is first read. JSONL is read whole to count its lines, and is hashed then, at any size."""
 
 
 class Part(NamedTuple):
@@ -68,20 +68,20 @@ class Dataset:
     lane: Callable[[int], Lane]
     """Lane number -> a new lane at its start"""
     held_out: PackedRows | DrawnRows
-    """The validation rows, or the first of them where the corpus is streamed"""
+    """The validation rows; for a streamed corpus, the first of them"""
     openings: tuple[bytes, ...] = ()
     """The beginnings of a few held-out documents, for samples"""
     bad_records: int = 0
-    """Records that could not be read, of a corpus in memory; those of a streamed one are counted when they are met"""
+    """Unreadable records of a corpus in memory; those of a streamed corpus are counted when reached"""
     first_bad: Bad | None = None
     shared: tuple[tuple[str, str], ...] = ()
-    """Names of what is held out and of the training document that holds it too: none"""
+    """Pairs of a held-out text and a training document that contains it; must be empty"""
     sizes: dict[str, int] = field(factory=dict)
     """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
     """The settings and content on which a position depends: a position fits no other data"""
     walk: Walk | None = None
-    """The order in which the blocks of local files are opened, where these are streamed"""
+    """The order in which the blocks of streamed local files are opened"""
 
     @property
     def is_synthetic(self) -> bool:
@@ -94,7 +94,7 @@ class Dataset:
         count = min(len(rows), size * most)
         chosen = [index * len(rows) // count for index in range(count)]
         groups = [chosen[at : at + size][lanes.start : lanes.stop] for at in range(0, count, size)]
-        # every rank takes part in every batch, also where the last one has too few rows
+        # every rank takes part in every batch, even if the last one has too few rows
         padding = Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])
         return [collate([rows[index] for index in group] or [padding]) for group in groups]
 
@@ -139,12 +139,12 @@ def _opened(config: RunConfig, reading: Reading) -> Dataset:
 
 
 def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
-    """Refuse texts that are fewer than the lanes: several would read one from its beginning, and a batch hold equal rows."""
+    """Refuse fewer texts than lanes: several lanes would read one text from its start, so a batch would hold equal rows."""
     count = sum(len(part.blocks) for part in parts)
     if count <= lanes and all(isinstance(part.blocks, TextBlocks) for part in parts):
         size = sum(part.blocks.size_bytes for part in parts) / 2**20
         raise DataError(
-            f"data: {count} texts are too few for train.batch_size={lanes} rows (each row reads texts of its own, and one is held out; "
+            f"data: {count} texts are too few for train.batch_size={lanes} rows (each row reads its own texts, and one is held out; "
             f"data.in_memory_mib={data.in_memory_mib:g}); use --set data.in_memory_mib={int(size) + 1}, or cut them into more files"
         )
 
@@ -247,7 +247,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         blocks.keep_hashes(is_salvaging=data.on_bad_record == "skip")
         if blocks.num_bytes <= HASHED_BYTES:
             _hash_all(blocks, reading)
-    # each lane reads blocks of its own
+    # each lane reads its own blocks
     whole, lanes = parts, train.batch_size
     parts = [part._replace(blocks=StripedBlocks(part.blocks, -(-lanes // len(part.blocks)))) for part in parts]
     batch_tokens = train.batch_size * train.seq_len
@@ -264,7 +264,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         tokenizer,
         reading,
         sequence,
-        # only the hub's shards are no local files, and they are never part of a mix
+        # only the hub's shards are not local files, and they are never part of a mix
         walk=Walk(sequence, files, train.batch_size, tuple(blocks.kept.found.copy() for blocks in files)) if files else None,
         held_out=held_out,
         openings=_openings(found.documents),
@@ -274,7 +274,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
             "blocks": [len(part) for part in tokens],
             "bytes": [part.blocks.size_bytes for part in parts],
             "limit": found.limit,
-            # the part of the content that was read anyway
+            # the part of the content that was already read
             "held_out": hashlib.sha256(held_out.stream[: held_out.ends[found.num_fixed - 1]].tobytes()).hexdigest()[:16],
         },
     )
@@ -283,7 +283,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
 def _hash_all(blocks: FileBlocks, reading: Reading) -> None:
     for block in range(len(blocks)):
         reading.shard = blocks.where(block)
-        # reading names, or counts, a file that changed in this moment
+        # reading reports a file that changes at this moment
         with suppress(LostError):
             blocks.record_hash(block)
 
@@ -317,7 +317,7 @@ def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) 
 
 def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
     train, seed = config.train, config.data.shuffle_seed
-    # from the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
+    # from the model's whole vocabulary: its loss then stays at ln V, and a lower loss is a leak
     num_ids = config.model.vocab_size or tokenizer.separator
     blocks = SyntheticBlocks(tokenizer, num_ids=num_ids, seq_len=train.seq_len, seed=seed)
     return _walked(

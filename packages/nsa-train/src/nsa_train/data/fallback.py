@@ -40,7 +40,7 @@ def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
     try:
         open_dataset(start.config)
     except DataError as error:
-        # "." and ".." are no names
+        # "." and ".." are not names
         named = start.out if start.out.name.strip(".") else start.out.resolve()
         out = named.with_name(named.name.removesuffix(SUFFIX) + SUFFIX)
         is_run, is_synthetic_run = (RunDirectory(place).config.is_file() for place in (start.out, out))
@@ -58,7 +58,7 @@ def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
 
 
 def _written(config: RunConfig) -> Path:
-    """Return a recipe of `config`, for the processes that are started with it; it goes when this one ends."""
+    """Return a recipe of `config`, for the processes that are started with it; it is deleted when this one ends."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-train-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "synthetic.toml"

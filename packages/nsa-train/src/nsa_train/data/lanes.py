@@ -1,4 +1,4 @@
-"""Lanes: row i of every micro-batch comes from lane i, whatever the number of ranks and workers.
+"""Lanes: row i of every micro-batch comes from lane i, for any number of ranks and workers.
 
 A lane is only a position in an order that the seed fixes: ranks and workers share the lanes among themselves. Its
 state is a few numbers, so that a run continues exactly where it was, also with another number of ranks or workers.
@@ -121,9 +121,9 @@ class BlockSequence:
         self.parts = parts
         self._orders = [SeededOrder(len(part), seed, f"blocks {number}") for number, part in enumerate(parts)]
         self._turns = Turns(weights, seed)
-        # a lane may keep one part for ever, and meet the only document of it once in many epochs
+        # a lane may stay in one part, and reach its only document once in many epochs
         self.most_empty = 64 * sum(len(part) for part in parts) * max(weights)
-        """Blocks without a document that a lane passes over before it gives up."""
+        """Blocks without a document that a lane skips before it gives up."""
         self._losses: dict[tuple[int, int], int] = {}
 
     def entries(self, number: int, start: int) -> Iterator[Entry]:
@@ -145,7 +145,7 @@ class BlockSequence:
         return is_first
 
     def epoch(self, number: int) -> int:
-        """Return how many full passes over the part whose turn it is come before block `number`."""
+        """Return how many full passes over the current part come before block `number`."""
         part, turn = self._turns.at(number)
         return turn // self._orders[part].count
 
@@ -199,11 +199,11 @@ class BlockLane:
         self._consumed.load(state)
 
     def _current(self) -> Ids:
-        """Return the document at the position, after passing over what is held out or bad."""
+        """Return the document at the position, after skipping held-out and bad records."""
         if self._document is None:
             self._document = self._next_document()
             if self._offset >= len(self._document):
-                # the position is from a checkpoint; a row would wait for its next token without end
+                # a position from a checkpoint: a row would wait forever for its next token
                 raise DataError(
                     f"data: the position of row {self._number} is token {self._offset} of record {self._record} of block {self._block}, "
                     f"which has {len(self._document)} (the file changed, or the checkpoint is damaged); resume with the files of that run"
@@ -234,7 +234,7 @@ class BlockLane:
     def _refuse(self, bad: Bad, located: tuple[int, EpochItem]) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
-        # every block is read once an epoch: what was met in the first one is counted
+        # every block is read once an epoch: only records of the first one are counted
         is_counted = self._blocks.is_first_loss(located, self._record) if bad.is_loss else bad.is_passing or located[1].epoch == 0
         if is_counted:
             self._consumed.bad_records += bad.lost

@@ -87,7 +87,7 @@ class OpenedBlocks:
                 hashes[own] = found[own]
                 yield part, own // CHUNK
             if not hashes[own] and self._next[number] == position["block"]:
-                # where a run goes on, the block of its position is opened with the first row
+                # on a resume, the block of the position is opened with the first row
                 break
             self._next[number] += 1
 
@@ -102,7 +102,7 @@ class OpenedBlocks:
                 try:
                     files.record_hash(block)
                 except LostError:
-                    # the lane that reads the block names it, or counts its records
+                    # the lane that reads the block reports it, or counts its records
                     continue
                 if time.monotonic() > until:
                     return True
@@ -158,7 +158,7 @@ def _texts_of(hashes: Sequence[Hashes]) -> Texts:
 
 
 def _values(text: str, count: int = 0) -> Hashes:
-    """Return the hashes that `text` spells, `count` of them where it is empty."""
+    """Return the hashes in `text`, or `count` zeros if it is empty."""
     values = np.frombuffer(base64.b64decode(text, validate=True), "<u4").astype(np.uint32) if text else np.zeros(count, np.uint32)
     if count and len(values) != count:
         raise ValueError(f"{len(values)} for {count} blocks")

@@ -25,7 +25,7 @@ class SeededOrder:
     def __init__(self, count: int, seed: int, name: str = "") -> None:
         """`name` keeps orders of one seed apart."""
         self.count, self._seed, self._name = count, seed, name
-        # written whole and read whole, so that several threads may share it
+        # replaced and read as a whole, so that several threads may share it
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
     def at(self, position: int) -> EpochItem:

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     labels: Ids
     """(T,) IGNORED where there is none"""
     lengths: list[int]
-    """Tokens of each sequence in the row; they sum to T. Padding counts as a sequence of its own."""
+    """Tokens of each sequence in the row; they sum to T. Padding counts as a separate sequence."""
     ended: int = 0
     """Number of documents that end in this row."""
 
@@ -136,7 +136,7 @@ class DrawnRows:
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
-    # by numpy: torch would wake a thread per core for each of these, and let go of the interpreter's lock
+    # by numpy: for each of these torch would wake a thread per core and release the interpreter's lock
     lengths = np.array([length for row in rows for length in row.lengths], np.int32)
     labels = _joined([row.labels for row in rows])
     loss_mask = labels != IGNORED

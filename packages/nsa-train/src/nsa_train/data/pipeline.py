@@ -97,11 +97,11 @@ class ReadAhead(BaseNode[list[Row]]):
         self.state_dict()
         self.wait(self._left())
         if self._next is None:
-            # a caller that goes on waiting has all of the time again
+            # a caller that waits again gets the full time
             self._waited_since = None
             raise LateError(self._timeout_s, self._reading.of(self._thread))
         if self._next.error is not None:
-            # a second call meets the same end
+            # a second call ends in the same way
             raise self._next.error
 
     def next(self) -> list[Row]:
@@ -118,7 +118,7 @@ class ReadAhead(BaseNode[list[Row]]):
     def stop(self) -> None:
         """End the thread; a thread that hangs in a read is abandoned, and ends with the process."""
         self._stop.set()
-        # room for what the thread still holds
+        # space for the thread's last item
         while not self._queue.empty():
             self._queue.get_nowait()
         deadline = time.monotonic() + 2
@@ -130,7 +130,7 @@ class ReadAhead(BaseNode[list[Row]]):
         while not stop.is_set():
             try:
                 item = _Ready(self._source.next(), self._source.get_state())
-            # whatever it is, it is raised again in the trainer's thread, which would wait for this one for ever
+            # any error is raised again in the trainer's thread, which would otherwise wait forever
             except BaseException as error:  # noqa: BLE001
                 item = _Ready([], {}, error)
             while not stop.is_set():
@@ -158,7 +158,7 @@ class Batches(BaseNode[Batch]):
 
     def next(self) -> Batch:
         """Return the next batch."""
-        # every group is there before any is taken from: an error leaves all at the same position
+        # wait for all groups before taking from any, so that an error leaves all at the same position
         for group in self._groups:
             if isinstance(group, ReadAhead):
                 group.require()

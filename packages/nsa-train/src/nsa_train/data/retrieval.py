@@ -25,7 +25,7 @@ from nsa_train.settings.data_table import LEAST_SPAN, DataTable
 
 @frozen(kw_only=True)
 class Retrieval:
-    """The task; `DataTable` judges its numbers."""
+    """The task; `DataTable` checks its numbers."""
 
     length: int
     """Ids of a row."""

@@ -111,7 +111,7 @@ class BytePairTokenizer:
 
     def encode(self, text: bytes) -> Tensor:
         """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
-        # ids are text, wherever the model that they are counted for is being made
+        # on the CPU, even while a model is built on the meta device
         return torch.tensor(self._encode([text.decode("utf-8")])[0], dtype=torch.int32, device="cpu")
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
@@ -120,7 +120,7 @@ class BytePairTokenizer:
         return [np.array([*ids, self.separator], np.int32) for ids in found]
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of `ids`; separator, pad and ids that stand for nothing are left out."""
+        """Return the text of `ids`; separator, pad and unused ids are left out."""
         return self._decode([index for index in ids.tolist() if index < self.pad and index != self.separator])
 
 
@@ -134,7 +134,7 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
         return _downloaded()
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe beside encoder.json); name one")
+        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe with encoder.json); name one")
     return _of_json(file) if file.suffix == ".json" and file.name != "encoder.json" else _of_merges(file)
 
 
@@ -155,17 +155,17 @@ def _of_json(file: Path) -> BytePairTokenizer:
         raise _not_installed("tokenizers") from None
     try:
         tokenizer = tokenizers.Tokenizer.from_str(read_regular(file, MOST_TOKENIZER).decode("utf-8"))
-    # tokenizers raises bare Exception for a file that is no tokenizer
+    # tokenizers raises a bare Exception for an invalid file
     except Exception as error:  # noqa: BLE001
         raise DataError(f"data.tokenizer_path={str(file)!r} is no tokenizer ({str(error)[:120]}); name GPT-2's tokenizer.json") from None
-    # a special token that a document spells out is text
+    # a special token written in a document is ordinary text
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     separator = tokenizer.token_to_id(END_OF_TEXT)
     if separator is None:
         raise DataError(
-            f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it stands between documents); name GPT-2's tokenizer.json"
+            f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it separates documents); name GPT-2's tokenizer.json"
         )
     last = max(tokenizer.get_vocab(with_added_tokens=True).values())
     found = BytePairTokenizer(
@@ -214,10 +214,10 @@ def _encoding_of_merges(file: Path) -> Any:
     tiktoken = _tiktoken()
     merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
     for path in (merges, encoder):
-        # tiktoken would wait for a pipe
+        # tiktoken would wait on a pipe
         if problem := refusal(path, MOST_TOKENIZER):
             raise DataError(
-                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it"
+                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json in the same folder"
             )
     try:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -226,7 +226,7 @@ def _encoding_of_merges(file: Path) -> Any:
     except (OSError, ValueError, AssertionError, LookupError) as error:
         raise DataError(
             f"data.tokenizer_path={str(file)!r} cannot be read as GPT-2's merges ({type(error).__name__}: {str(error)[:120]}); "
-            "name vocab.bpe with encoder.json beside it, or a tokenizer.json"
+            "name vocab.bpe with encoder.json in the same folder, or a tokenizer.json"
         ) from None
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     separator = len(ranks)

@@ -32,10 +32,10 @@ class ChoiceNote(LayerTelemetry):
         """int32 `(S, G, n)`."""
 
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Note nothing."""
+        """Ignore the gates."""
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Note the choice."""
+        """Keep the choice."""
         self.blocks = block_indices[0]
 
 
@@ -108,7 +108,7 @@ def rows_to_compare(num_tokens: int, geometry: BlockGeometry) -> Tensor:
 
 
 def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
-    """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 stands for no block."""
+    """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 is no block."""
     chosen = block_indices.long()
     return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
 
@@ -137,7 +137,7 @@ def twin_problems(subject: Subject, twin: OpenedModel) -> list[str]:
 
 
 def _sequences(subject: Subject) -> list[Tensor]:
-    """Return at most `samples` held-out sequences `(S,)`: those in which every layer has to choose, or all where there are none."""
+    """Return at most `samples` held-out sequences `(S,)`: those in which every layer has to choose, or all if there are none."""
     geometries = [layer.config.geometry for layer in subject.choosing_layers.values()]
     needed = max(geometry.num_selected_blocks * geometry.selection_block_size for geometry in geometries) + 1
     found = subject.documents

@@ -18,7 +18,7 @@ from nsa_train.model.choosing import ServingBackend
 
 
 class RandomChoice(ServingBackend):
-    """A backend of SELECT that keeps the forced blocks and draws the others uniformly among the candidates, whatever their scores are."""
+    """A backend of SELECT that keeps the forced blocks and draws the others uniformly among the candidates, regardless of scores."""
 
     name = "random"
 

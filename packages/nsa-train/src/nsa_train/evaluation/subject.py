@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """Return the ids that stand for text: all except the separator and the pad."""
+        """Return the ids of text: all except the separator and the pad."""
         tokenizer = self.opened.tokenizer
         return np.setdiff1d(np.arange(tokenizer.vocab_size), [tokenizer.separator, tokenizer.pad])
 

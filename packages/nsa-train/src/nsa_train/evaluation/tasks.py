@@ -59,7 +59,7 @@ def _without_choice(subject: Subject) -> list[str]:
 
 
 def _too_short(least: Callable[[Subject], int]) -> Callable[[Subject], list[str]]:
-    """Return the function that names the shortest length where it is below `least` of a model."""
+    """Return a function that reports the shortest length if it is below `least` of a model."""
 
     def problems(subject: Subject) -> list[str]:
         shortest, needed = min(subject.lengths), least(subject)
@@ -74,7 +74,7 @@ def _broken_mqar(subject: Subject) -> list[str]:
     symbols, tokens, pairs = subject.alphabet
     if symbols**tokens >= pairs:
         return _too_short(least_mqar)(subject)
-    return [f"has no key of its own for each of {pairs} pairs ({symbols} symbols to the power of {tokens}); use --pairs {symbols**tokens}"]
+    return [f"has no different key for each of {pairs} pairs ({symbols} symbols to the power of {tokens}); use --pairs {symbols**tokens}"]
 
 
 TASKS: dict[TaskName, Task] = {
@@ -105,7 +105,7 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
     if problems := [*_ignored(subject, twin, chosen)] or _broken_twin(subject, twin):
         raise ConfigError.of(problems)
     if any(TASKS[name].reads_documents for name in chosen):
-        # what cannot be read is refused before anything is computed
+        # unreadable data is refused before anything is computed
         _ = subject.held_out
     return chosen
 

@@ -43,7 +43,7 @@ class GateNote(LayerTelemetry):
         self.gates = gates[0].float()
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Note nothing: `NotedChoice` has the blocks."""
+        """Ignore the choice: `NotedChoice` keeps the blocks."""
 
 
 def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float) -> Tensor:
@@ -62,7 +62,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
         rows = q[first : first + step].float().unflatten(1, (k_cmp.shape[1], -1))
         products = torch.einsum("sghd,kgd->sghk", rows, k_cmp.float()) * scale
         hidden = (block >= compressed_lengths(torch.arange(first, first + len(rows)) + 1, geometry).unsqueeze(1))[:, None, None]
-        # a row that sees nothing: softmax of equal products, then 0
+        # a row that sees nothing gets the softmax of equal products, then 0
         weights = products.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1).masked_fill(hidden, 0.0).sum(2)
         found.append(pool_importance(weights, geometry, num_blocks))
     return torch.cat(found)
@@ -70,7 +70,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
 
 @contextmanager
 def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote) -> Iterator[None]:
-    """In the block, let `layer` record its passes, without the backends that compute all of Eq. 5 in one."""
+    """In the block, let `layer` record its passes, without fused backends."""
     before = layer.registry, layer.telemetry
     layer.registry, layer.telemetry = registry_of(choice), gates
     try:

@@ -80,7 +80,7 @@ def _written(found: Exploration, asked: Asked) -> list[str]:
 
 
 def _name_of(path: Path, opened: OpenedModel) -> str:
-    """Return the name of a run or folder: of a checkpoint, that of the run in whose checkpoints/ it lies."""
+    """Return the name of a run or folder; for a checkpoint, the name of its run."""
     is_step = opened.step is not None and opened.path.resolve() == path.resolve()
     return path.resolve().parents[1].name if is_step else path.resolve().name
 
@@ -107,7 +107,7 @@ def _checked_ids(content: bytes, opened: OpenedModel, asked: Asked) -> Tensor:
 
 
 def _require_twin(twin: OpenedModel, opened: OpenedModel, asked: Asked, content: bytes, num_tokens: int) -> None:
-    """Raise ConfigError, a line for each difference, where `twin` is no dense twin of the model."""
+    """Raise ConfigError, with a line for each difference, if `twin` is not a dense twin of the model."""
     sizes = {"layers": _num_layers, "ids in the vocabulary": _vocab_size, "KV heads": _kv_heads}
     problems = [
         f"--twin={str(asked.twin)!r} has {size(twin)} {name}, CHECKPOINT has {size(opened)} (they are compared one by one)"

@@ -83,7 +83,7 @@ def _levels(shares: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 def _candidates(layer: LayerRecord, levels: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> bytes:
-    """Return of levels `(S, G, N)` those of blocks 0 .. own of each token, one after another."""
+    """Return the levels of blocks 0 .. own of each token, one after another, from levels `(S, G, N)`."""
     is_candidate = np.arange(levels.shape[2]) <= layer.own_blocks()[:, None]
     return levels[np.broadcast_to(is_candidate[:, None], levels.shape)].tobytes()
 
@@ -93,5 +93,5 @@ def _base64(content: bytes) -> str:
 
 
 def _in_script(value: object) -> str:
-    """Return JSON that can stand in a script element: no end of one, no comment, and no separator that old JavaScript takes for a new line."""
+    """Return JSON that is safe in a script element: no end tag, no comment, and no separator that old JavaScript reads as a new line."""
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

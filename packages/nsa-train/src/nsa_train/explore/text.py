@@ -67,7 +67,7 @@ def pieces_of(ids: list[int], tokenizer: Tokenizer) -> list[str]:
             size += 1
             text = _continued(before, ids[first : first + size], tokenizer)
         if not text or REPLACED in text:
-            # nothing that comes after it may join it
+            # no later token may join it
             found, before = [*found, f"⟨{ids[first]}⟩"], []
             continue
         before = ids[first : first + size]
@@ -76,6 +76,6 @@ def pieces_of(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def _continued(before: list[int], here: list[int], tokenizer: Any) -> str:
-    """Return the text of tokens after those `before` them, beside which a space at their begin is kept."""
+    """Return the text of tokens that follow `before`, so that a space at their start is kept."""
     first, whole = (str(tokenizer.decode(torch.tensor(ids, dtype=torch.int64))) for ids in (before, before + here))
     return whole.removeprefix(first) if whole.startswith(first) else str(tokenizer.decode(torch.tensor(here)))

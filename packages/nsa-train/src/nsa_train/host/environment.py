@@ -46,6 +46,6 @@ def describe_environment(device: "torch.device", routing: dict[str, Any], **more
     """Return the content of env.json; `routing`: operation -> the decision, readable; `more`: what the caller adds."""
     found = core_environment(PACKAGES, Path(__file__).parent)
     own = {"host": platform.node(), "device": device.type, "threads": found["num_threads"]}
-    # a run on the CPU of a host with GPUs names none
+    # a run on the CPU lists no GPU, even if the host has some
     gpu = {} if device.type == "cuda" else {"gpu": None, "compute_capability": None}
     return {**found, **own, **gpu, "routing": routing, **more}

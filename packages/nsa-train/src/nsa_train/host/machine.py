@@ -90,7 +90,7 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     status = Path("/proc/self/status")
     if status.exists():
-        # the process's own peak in kibibytes; ru_maxrss would start at what its parent held when it was forked
+        # the process's own peak in kibibytes; ru_maxrss would start at the parent's memory at the fork
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) / 2**10
     import resource

@@ -142,8 +142,8 @@ def ignored_backends(config: RunConfig) -> dict[str, str]:
 
 
 def _operations(config: RunConfig) -> list[Operation]:
-    """Return the operations that a training step of `config` runs, and `nsa` where one backend may run them all at once."""
-    # blocks are chosen by compressed scores, so the selected branch brings both operations along
+    """Return the operations that a training step of `config` runs, and `nsa` if one backend may run them all at once."""
+    # blocks are chosen by compressed scores, so the selected branch needs both operations
     operations = [operation for operation in NEEDED_BY if _layers_with(config, operation)]
     is_offered = any(backend.operation is Operation.NSA for backend in default_registry().backends)
     if _layers_with(config, Operation.NSA) and (is_offered or Operation.NSA in named_backends(config)):
@@ -171,8 +171,8 @@ def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
 
 
 def _training_requests(config: RunConfig, operation: Operation, machine: Machine) -> tuple[BranchRequest, ...]:
-    """Return the requests of a training step for `operation`; of layers that make the same one, one."""
-    # an operation that no layer runs may be named, and is judged as for a layer of table `nsa`
+    """Return the requests of a training step for `operation`; equal requests of several layers are listed once."""
+    # a named operation that no layer runs is checked as for a layer of table `nsa`
     layers = _layers_with(config, operation) or [config.nsa_config()]
     return tuple(dict.fromkeys(_training_request(config, layer, operation, machine) for layer in layers))
 

@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 def warn(line: str) -> None:
     """Print `line` to stderr; the line is lost if stderr is closed."""
-    # there may be none
+    # stderr may be missing
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"nsa-train: {line}\n")
 
@@ -41,7 +41,7 @@ def _spelled(value: Any) -> Any:
 
 def is_unread(stream: TextIO | None) -> bool:
     """Return whether `stream` goes to a pipe or a terminal whose other end is closed; None, a stream that was never open, does not."""
-    # a stream in memory has no descriptor
+    # a stream in memory has no file descriptor
     with suppress(io.UnsupportedOperation):
         if stream is None:
             return False

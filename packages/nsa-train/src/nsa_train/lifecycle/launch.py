@@ -46,7 +46,7 @@ class Meeting:
     nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None
     rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = ""
     rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = RDZV_ID
-    max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0
+    max_restarts: Annotated[int, Parameter(help="How often to restart the processes, from the newest checkpoint.")] = 0
 
     @property
     def hosts(self) -> str:
@@ -106,7 +106,7 @@ class Meeting:
 
     def torchrun_words(self) -> list[str]:
         """Return the options as words of torchrun's command line."""
-        # one host meets itself, at a port that is free
+        # a single host uses a free local port
         endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.hosts != "1" else ("localhost:0", str(uuid.uuid4()))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", name]
         return ["--nnodes", self.hosts, *meeting, "--max-restarts", str(self.max_restarts)]
@@ -139,30 +139,30 @@ def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    # torchrun takes at least one for itself; what ends a run is forwarded below
+    # torchrun handles at least one itself; signals that end a run are forwarded below
     options = ["--nproc-per-node", str(num_processes), *meeting.torchrun_words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
         ENVIRONMENT.update({FOLDER: folder, LAUNCHER: str(os.getpid())})
-        # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones, and would end
-        # with this process, which the workers outlive to save
+        # each generation of processes has its own store; torchrun's would keep addresses of dead processes, and would end
+        # with this process, while the workers still save
         ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         failed = 0
         try:
             elastic_launch(config, entrypoint=command)(*arguments)
         except ChildFailedError:
-            # each worker has said what was wrong
+            # each worker has reported its error
             failed = TrainError.exit_code
         finally:
             del ENVIRONMENT[FOLDER], ENVIRONMENT[LAUNCHER]
         code = joint_code(Path(folder)) or failed
-        # a worker that was not up yet, or that torchrun ended, does not know which signal it was
+        # a worker that had not started, or that torchrun ended, does not know the signal
         return max(heard) if heard and code in (TrainError.exit_code, *CODES.values()) else code
 
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of the signals so far."""
+    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; yield the exit codes of the signals so far."""
     heard: list[int] = []
 
     def send(pids: list[int], number: int) -> None:
@@ -173,13 +173,13 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         pids = worker_pids(folder)
         if number == signal.SIGINT and INTERRUPTED in heard:
-            # the workers end by themselves; torchrun would wait for one that hangs
+            # the workers end by themselves; torchrun would wait for a hanging one
             timer = threading.Timer(PATIENCE_S, send, (pids, signal.SIGKILL))
             timer.daemon = True
             timer.start()
         if number in CODES:
             heard.append(CODES[number])
-            # those that are not up yet stop when they are
+            # workers that have not started stop when they do
             (folder / STOP).touch()
             if not pids:
                 message = f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done"

@@ -47,7 +47,7 @@ _PARENT = os.getppid()
 STDERR = 2
 UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
 _ENDED = threading.Event()
-"""A command has ended in this process: what follows are its last words."""
+"""Set once a command has ended in this process, which may still print messages."""
 
 
 class Ending(NamedTuple):
@@ -64,15 +64,15 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
     """Return how this process's command ends after `error`."""
     if isinstance(error, SignalledError):
         if isinstance(error.__context__, TrainError | NSAError):
-            # torchrun ends with SIGTERM whoever is still on the way out of an error
+            # torchrun sends SIGTERM to ranks that are still handling an error
             error = error.__context__
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
-            # no end of the run: torchrun is to end the others, or has a failure of another to tell
+            # not the end of the run: torchrun must end the others, or report the failure of another rank
             return Ending(TrainError.exit_code, is_own=False)
-    # each host reports the end of its launcher: rank 0 may be on another host
+    # each host reports the end of its launcher, because rank 0 may be on another host
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
     is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
-    # an error of ours has a line for each problem
+    # our errors have one line per problem
     text = error.in_one_line() if isinstance(error, NSAError) else str(error)
     return Ending(exit_code_of(error), text if is_said_here else "", is_own=not isinstance(error, PeerError))
 
@@ -200,7 +200,7 @@ def last_words() -> Iterator[None]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     if isinstance(sys.exc_info()[1], TrainError):
-        # the process is on its way out, and says why
+        # the process is ending and prints why
         return
     cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
     raise SignalledError(f"stopped by {cause} {UNSAVED}", exit_code=TerminatedError.exit_code)

@@ -115,7 +115,7 @@ class StopRequests:
     def _listen(self) -> None:
         while not self._ending.is_set():
             readable, _, _ = select.select([self._reader], [], [], POLL_S)
-            # a request that comes twice at once, from a terminal and from the launcher, is one
+            # simultaneous requests from a terminal and from the launcher count as one
             for number in set(os.read(self._reader, 64)) if readable else ():
                 if number in TERMINATING:
                     self._note(Stop.ORPHANED if has_lost_launcher() else Stop.TERMINATE)
@@ -144,7 +144,7 @@ class StopRequests:
             code = reported(code, is_own=True)
             self._quitting()
         finally:
-            # also where the records could not be written
+            # even if the records could not be written
             os._exit(code)
 
     def _note(self, request: Stop) -> None:
@@ -176,7 +176,7 @@ class StopRequests:
                 if request > self._heard:
                     self._hear(request)
         except RuntimeError:
-            # the rank that keeps the store is gone: the next exchange says so
+            # the rank that keeps the store is gone; the next exchange reports it
             self._store = None
 
     def _has_halt(self) -> bool:
@@ -193,7 +193,7 @@ class StopRequests:
         try:
             with path.open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            # it does not say what a disk refuses
+            # its message does not show the disk's error
             if not path.stat().st_size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError as error:

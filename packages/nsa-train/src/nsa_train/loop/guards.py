@@ -48,7 +48,7 @@ class Skip(NamedTuple):
 class StepGuard:
     """Prevents weight updates from numbers that are not finite, on all ranks alike, and from spikes if `skip_loss_spikes` is set.
 
-    Every rank judges the same numbers, so that all ranks skip the same steps and stop at the same one.
+    Every rank checks the same numbers, so that all ranks skip the same steps and stop at the same one.
     """
 
     def __init__(self, train: TrainTable) -> None:
@@ -110,11 +110,11 @@ class GradientWatch:
     """Stops the run unless every parameter has a gradient at the first step and a nonzero one in steps 2 .. 20.
 
     Parameters of a branch for which no sequence was long enough are exempt. With shards, a gradient counts on
-    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is judged.
+    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is checked.
     """
 
     def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
-        """Watch `model` up to step 20, or `last_step` where that comes first."""
+        """Watch `model` up to step 20, or `last_step` if that comes first."""
         self.last_step = min(FIRST_STEPS, last_step)
         self.longest = 0
         self.num_observed = 0
@@ -169,7 +169,7 @@ class GradientWatch:
         still = [name for name in self._pending if self._is_open(name)]
         if still:
             raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
-        # judged once
+        # checked once
         self._pending = {}
 
     def _is_open(self, name: str) -> bool:
@@ -213,13 +213,13 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
 
 
 def _opening_length_of_gate(config: NSAConfig) -> int:
-    """Return the tokens from which the gate's output matters: a softmax weighs branches that differ, or nothing moves it."""
+    """Return the tokens from which the gate gets a gradient: a softmax needs branches that differ."""
     geometry = config.geometry
     if config.gate == "sigmoid" and config.branches != ("cmp",):
         return 1
     found = [geometry.compression_block_size] if "cmp" in config.branches else []
     if {"slc", "win"} <= set(config.branches):
-        # with the same keys and values both return the same until one of them leaves tokens out
+        # with shared keys and values both return the same until one of them omits tokens
         covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
         found.append(covered + 1 if config.kv == "shared" else 1)
     return min(found)
@@ -261,7 +261,7 @@ def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, wor
     Raises:
         GuardError: on all ranks, naming the tensors that are not finite.
     """
-    # in this order: FSDP gives its gathered weights back for the first, and the moments are known by the sharded ones
+    # in this order: the first call lets FSDP free its gathered weights, and moments are named by the sharded ones
     weights = model_tensors(model)
     gathered = world.gather(not_finite({**weights, **optimizer_tensors(model, optimizer)}))
     names = list(dict.fromkeys(name for part in gathered for name in part))

@@ -31,7 +31,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
     warnings: list[str] = []
     if not is_under_torchrun():
         resume = settled_resume(out, resume)
-        # before a device is asked for: preflight says all that is missing at once
+        # before a device is used: preflight reports everything that is missing at once
         check_start(config, out, resuming=resume is not None, say=warnings.append)
     if config.train.deterministic:
         # cuBLAS reads it when it starts, and then repeats its sums exactly
@@ -40,10 +40,10 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         join_world(config.train.strategy, config.train.device) as world,
         ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,
     ):
-        # a name that holds the time differs from process to process
+        # a name with the time differs between processes
         out = Path(world.from_main(str(out)))
         if world.is_restart:
-            # also of a run that went on from an earlier step: its first start made that one the newest
+            # also after a resume from an earlier step, whose first start made that step the newest
             resume = AUTO
         if is_under_torchrun():
             resume = world.from_main(settled_resume(out, resume))
@@ -53,7 +53,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         for line in warnings:
             display.note(line)
         checkpoint = None if resume is None else resume_from(config, out, resume, say=display.note)
-        # a failure after the last step is made good by a new start of torchrun's
+        # after a failure past the last step, torchrun's restart finishes the run
         reason = nothing_left(checkpoint, config, RunDirectory(out)) if checkpoint and not world.is_restart else ""
         if reason := world.from_main(reason):
             display.note(f"resume: {reason}")
@@ -131,7 +131,7 @@ def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory)
     train, name, step = config.train, checkpoint.path.name, checkpoint.step
     if step > train.steps:
         return f"{name} is beyond train.steps={train.steps}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
-    # metrics.json is written last, and gone while a run goes on
+    # metrics.json is written last, and removed while a run continues
     if not read_json(paths.metrics):
         return ""
     if step == train.steps:

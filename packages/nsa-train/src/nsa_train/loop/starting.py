@@ -56,10 +56,10 @@ def start(config: RunConfig, out: Path, words: list[str], meeting: Meeting, resu
             train(config, out, resume=resume)
             return 0
         if meeting.hosts == "1":
-            # its warnings come from rank 0
+            # rank 0 prints its warnings
             check_start(config, out, resuming=settled_resume(out, resume) is not None, say=lambda line: None)
         elif problems := unequal_shares(config, meeting.world_sizes(config, target_machine(config))):
-            # rank 0 judges the rest
+            # rank 0 checks the rest
             raise ConfigError.of(problems)
         resumed = [] if resume is None else ["--resume" + {NEWEST: "", AUTO: "=auto"}.get(resume, f"={resume}")]
         code = launch([*words, *meeting.words(), *resumed], num_processes=num_processes(config), meeting=meeting)

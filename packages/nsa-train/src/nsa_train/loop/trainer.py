@@ -49,11 +49,11 @@ from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
 
 FAILED = -1
-"""Value in place of a `Stop` by which a rank reports to the others that its data are not available."""
+"""Value instead of a `Stop` by which a rank reports to the others that its data are not available."""
 
 
 class _Agreement(NamedTuple):
-    """A rank's row before a step: how it goes on, and its micro-batches."""
+    """A rank's row before a step: whether it continues, and its micro-batches."""
 
     said: int
     """A `Stop`, or FAILED."""
@@ -84,7 +84,7 @@ class Trainer:
     ) -> None:
         """Draw the weights or read those of `resume`, and open the records in `out_dir`.
 
-        `is_continued`: the directory holds records of an earlier start, also where it left no checkpoint.
+        `is_continued`: the directory holds records of an earlier start, even if it left no checkpoint.
         """
         self.config, self.display, self.world = config, display, world
         self.device, train = world.device, config.train
@@ -92,10 +92,10 @@ class Trainer:
         self.model = build_model(config).to(self.device)
         self.teacher = Teacher(config, self.device) if train.selection_teacher else None
         for auxiliary in self.model.selection_losses:
-            # of a whole step, however many passes and ranks share it
+            # per step, for any number of passes and ranks
             auxiliary.num_samples = -(-NUM_SAMPLES // (train.accumulate * world.world_size))
         self.start = resume.step if resume else 0
-        # refusals come before the records, which are cut to where the run goes on; slow work comes before the directory is
+        # refuse before the records are truncated to the resumed step; do slow work before the directory is
         # touched, so that a run killed in it can be started again
         dataset = open_dataset(config)
         self.tokenizer, self.prompts = dataset.tokenizer, dataset.prompts()
@@ -117,7 +117,7 @@ class Trainer:
         self.recorder.attach(self.model.sparse_layers)
         if train.compile:
             self.model.compile_parts()
-        # shards are parameters of their own: what looks at parameters comes after
+        # sharding replaces the parameters, so code that reads parameters comes after
         self.strategy = STRATEGIES[train.strategy](self.model, world)
         if config.train.init_from and not resume:
             initialize(self.model, config)
@@ -165,7 +165,7 @@ class Trainer:
                 self._write_samples("before.txt")
                 self._evaluate(0)
             for step in range(self.start + 1, self.config.train.steps + 1):
-                # also before the first step: the checkpoint may be that of a run that had stopped early
+                # also before the first step: the checkpoint may be from a run that stopped early
                 if self.patience.is_over:
                     self.display.note(f"step {step - 1:04d} | stopped early: {self.patience}")
                     break
@@ -180,7 +180,7 @@ class Trainer:
         is_logged = step % train.log_every == 0 or step in (1, train.steps)
         fetched, targets, tokens, longest = self._fetch(step)
         if step == self.start + 1:
-            # also where the step is skipped
+            # also if the step is skipped
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(step, fetched, targets, observed)
@@ -221,7 +221,7 @@ class Trainer:
     def _fetch(self, step: int) -> tuple[Fetched, int, int, int]:
         """Return this rank's micro-batches of `step`, and of all ranks: targets, tokens, the longest sequence.
 
-        This is where the ranks agree to go on. If one of them was asked to stop, all do, before anything of `step`.
+        Here the ranks agree to continue. If one of them was asked to stop, all stop before `step`.
         """
         fetched, failure = None, None
         with self.recorder.phase("fetch"):
@@ -246,7 +246,7 @@ class Trainer:
         return fetched, sum(row.targets for row in everyone), sum(row.tokens for row in everyone), max(row.longest for row in everyone)
 
     def _stop(self, step: int, stop: Stop) -> NoReturn:
-        """Save where `step` left off and end the run."""
+        """Save after `step` and end the run."""
         if self.saved_at != step:
             self._save(step)
         self.writer.wait()
@@ -254,7 +254,7 @@ class Trainer:
         raise stop.error(step)
 
     def _backward(self, step: int, fetched: Fetched, targets: int, observed: Observed) -> StepNumbers:
-        """Fill the gradients of the mean loss over the `targets` of all ranks and return what this rank found."""
+        """Fill the gradients of the mean loss over the `targets` of all ranks and return this rank's numbers."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         factor = self.strategy.factor / max(targets, 1)
@@ -273,7 +273,7 @@ class Trainer:
             losses.append(loss.detach().float())
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        # the one wait for the device in a step
+        # the only wait for the device in a step
         *values, norm = torch.stack([*losses, gradient_norm(self.model).float()]).tolist()
         bad = [index for index, value in enumerate(values) if not abs(value) < float("inf")]
         return StepNumbers(loss=sum(values), bad_batch=bad[0] if bad else -1, grad_norm=norm)
@@ -298,11 +298,11 @@ class Trainer:
                 self.scaler.update()
 
     def _skip(self, step: int, skip: Skip, fetched: Fetched, everyone: list[StepNumbers]) -> None:
-        """Leave the weights as they are, on every rank, and say which batches it was for.
+        """Leave the weights unchanged on every rank, and report the batches.
 
         Raises:
-            GuardError: if it was the first gradient of the run, when too many steps were skipped, and when the weights
-                themselves, or their moments, are not finite.
+            GuardError: if it was the first gradient of the run, if too many steps were skipped, and if the weights
+                or their moments are not finite.
         """
         reason, batch = self._described(skip, fetched, everyone)
         self.optimizer.zero_grad(set_to_none=True)
@@ -324,18 +324,18 @@ class Trainer:
             raise
 
     def _described(self, skip: Skip, fetched: Fetched, everyone: list[StepNumbers]) -> tuple[str, str]:
-        """Return, on every rank alike, why a step is skipped, with the parameters, and the batches that it is for."""
+        """Return, on every rank alike, why a step is skipped, with the parameters and batches."""
         index = everyone[self.world.rank].bad_batch
         mine = range(len(fetched.batches)) if skip.cause is not Cause.LOSS else [index] if index >= 0 else []
         described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
-        # a loss spoils them all: later, its batch says more
+        # a bad loss affects all parameters; after the first step, its batch is more informative
         is_named = skip.cause is Cause.GRADIENT or self.watch.num_observed == 0
         gathered = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
         names = list(dict.fromkeys(name for _, part in gathered for name in part))
         return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in gathered for text in part)
 
     def _is_overflow(self, cause: Cause) -> bool:
-        """Make the scaler ready for the next step; return True if float16 ran over: that is how the scale is found."""
+        """Make the scaler ready for the next step; return True if float16 overflowed, which is normal while the scale adapts."""
         if self.scaler is None:
             return False
         scale = self.scaler.get_scale()
@@ -348,7 +348,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        """Take the loss on the held-out rows, which the ranks share out; each runs as many batches as any other."""
+        """Compute the loss on the held-out rows, divided among the ranks; each runs equally many batches."""
         self.recorder.began("val", step)
         self.model.eval()
         batches = self.validation
@@ -356,7 +356,7 @@ class Trainer:
         summed, targets = 0.0, 0
         with self._eagerly(is_wanted=True):
             for index in range(rounds):
-                # a rank that has run out repeats a batch: with shards, everybody takes part in every forward pass
+                # a rank without further batches repeats one: with shards, every rank takes part in every forward pass
                 batch = batches[index % len(batches)]
                 loss = float(self._summed_loss(self.model, batch.to(self.device)))
                 if index < len(batches):
@@ -388,7 +388,7 @@ class Trainer:
         return merge_states(self.world.gather(self.feed.position))
 
     def _load_position(self, checkpoint: Checkpoint) -> None:
-        """Go on at the checkpoint's position in the data. Where one rank refuses, all ranks end before they touch the records."""
+        """Continue at the checkpoint's position in the data. If one rank refuses, all ranks end before they touch the records."""
         refusal: DataError | None = None
         try:
             self.stream.load_state_dict(checkpoint.state["data"])
@@ -402,7 +402,7 @@ class Trainer:
             raise PeerError("another rank refused the data (not those of the checkpoint); see its message", exit_code=DataError.exit_code)
 
     def _write_samples(self, name: str) -> None:
-        """Let all ranks draw the same text, which shards need, and rank 0 write it, unless train.samples is off."""
+        """Draw the same text on all ranks, as shards require, and write it on rank 0, unless train.samples is off."""
         if not self.config.train.samples:
             return
         self.recorder.began("sample", self.recorder.step)

@@ -25,7 +25,7 @@ class ServingBackend:
 
 
 def registry_of(backend: Any) -> BackendRegistry:
-    """Return the installed backends, with `backend` as the only one of its operation, and without those that compute all of Eq. 5 in one."""
+    """Return the installed backends, with `backend` as the only one of its operation, and without fused ones."""
     replaced = (backend.operation, Operation.NSA)
     others = (one for one in load_plugins().registry().backends if one.operation not in replaced)
     return BackendRegistry((*others, backend))
@@ -50,7 +50,7 @@ class NotedChoice(ServingBackend):
     name = "noted"
 
     def __init__(self, installed: BackendRegistry) -> None:
-        """Choose as `installed` does by itself."""
+        """Record the choices of `installed`."""
         self._installed = installed
         self.last: Choice | None = None
 

@@ -28,9 +28,9 @@ class Decoder(decoder.Decoder):
         """Build a decoder of `layers`, first to last."""
         super().__init__(sizes, (partial(ATTENTIONS[layer.attention], layer.config) for layer in layers))
         self.loss_chunk = 0
-        """Tokens whose logits exist at a time when labels are given; 0: all."""
+        """Tokens whose logits are in memory at a time, given labels; 0: all."""
         self.selection_weight = 0.0
-        """Weight of the auxiliary loss of the choice, beside the mean loss of a token; its gradient alone is added, not its value."""
+        """Weight of the auxiliary loss of the choice, relative to the mean loss per token; only its gradient is added, not its value."""
         self._whole_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
         self._chunk_kernel: ChunkKernel = loss_and_gradient
 
@@ -59,7 +59,7 @@ class Decoder(decoder.Decoder):
         return loss + self._selection_term(labels) if self.selection_weight and self.training else loss
 
     def _selection_term(self, labels: Tensor) -> Tensor:
-        """Return 0, with the gradient of the layers' auxiliary losses, each as often as there are labels: the caller divides by these."""
+        """Return 0, with the gradient of the layers' auxiliary losses times the number of labels, by which the caller divides."""
         found = [auxiliary.value for auxiliary in self.selection_losses if auxiliary.value is not None]
         term = self.selection_weight * (labels != IGNORED).sum() * sum(found, labels.new_zeros((), dtype=torch.float32))
         return term - term.detach()

@@ -46,7 +46,7 @@ def generate(
     logits = logits[torch.arange(len(prompts)), counts - 1]
     generator = torch.Generator().manual_seed(seed)
     drawn = [draw(logits, tokenizer, temperature, generator)]
-    # to the last token also where all have ended: with shards, every rank takes part in every forward pass
+    # continue to the last token even if all have ended: with shards, every rank takes part in every forward pass
     while len(drawn) < num_tokens:
         logits = model(drawn[-1].clamp(min=0)[:, None].to(device), caches=caches)[:, -1]
         drawn.append(draw(logits, tokenizer, temperature, generator))
@@ -63,7 +63,7 @@ def draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: to
     if temperature == 0:
         ids = logits.argmax(-1)
     else:
-        # the largest becomes 0, so that no quotient is too large for a float
+        # the largest becomes 0, so that no quotient overflows
         shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
         ids = torch.multinomial(_likeliest(shares, top_p), 1, generator=generator)[:, 0]
     return ids.masked_fill(is_broken, BROKEN)

@@ -1,4 +1,4 @@
-"""Cross-entropy of the output layer, whole or a few tokens at a time, so that the logits of a long row never exist at once."""
+"""Cross-entropy of the output layer, whole or a few tokens at a time, so that the logits of a long row are never all in memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +67,6 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_g
     loss = -torch.where(counts, picked, 0).sum()
     if not needs_grad:
         return loss, logits
-    # compared and not scattered: one pass where it is compiled, and the same bits every time
+    # a comparison, not a scatter: one pass when compiled, and deterministic
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets
     return loss, torch.where(counts.unsqueeze(1), logs.exp() - is_target.to(wide), 0).to(logits.dtype)

@@ -41,7 +41,7 @@ class TextStream:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: Tensor, sampling: Sampling) -> None:
-        """Take `model` as it is: in evaluation mode, on its device."""
+        """Use `model`, which is in evaluation mode, on its device."""
         self._model, self._tokenizer, self._prompt, self._sampling = model, tokenizer, prompt, sampling
         self.num_tokens = 0
         """Tokens of the continuation so far, the separator left out."""
@@ -56,7 +56,7 @@ class TextStream:
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 and self.seconds > 0 else 0.0
 
     def __iter__(self) -> Iterator[str]:
-        """Give the pieces."""
+        """Yield the pieces."""
         held = ""
         for piece in self._characters():
             held += piece
@@ -69,7 +69,7 @@ class TextStream:
         yield held
 
     def _characters(self) -> Iterator[str]:
-        """Give the text of the tokens, whole characters at a time."""
+        """Yield the text of the tokens, whole characters at a time."""
         held: list[int] = []
         for index in self._ids():
             held.append(index)
@@ -104,7 +104,7 @@ class TextStream:
         return min((place for stop in self._sampling.stops if (place := text.find(stop)) >= 0), default=None)
 
     def _begun_stop(self, text: str) -> int:
-        """Return the length of the longest end of `text` that a stop begins with."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop."""
         lengths = (size for stop in self._sampling.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(lengths, default=0)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor. There is none if nothing has loaded its module."""
+    """Return True for a DTensor. If its module is not loaded, there are none."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

@@ -22,7 +22,7 @@ class Single:
 
     def __init__(self, model: Decoder, world: World) -> None:
         self.forward: Any = model
-        """Called like the decoder; its backward pass brings the gradients together."""
+        """Called like the decoder; its backward pass combines the gradients."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch; gradients are exchanged only in the last micro-batch of a step."""
@@ -33,7 +33,7 @@ class Ddp(Single):
     """Every rank holds the whole model."""
 
     def __init__(self, model: Decoder, world: World) -> None:
-        # the blocks are compiled one by one: nothing to split, and their recomputation cannot be
+        # the blocks are compiled one by one, so there is nothing to split, and recomputation cannot be split
         torch._dynamo.config.optimize_ddp = False
         self.forward: Any = DistributedDataParallel(
             model,

@@ -31,7 +31,7 @@ def contact_kept(rank: int) -> Iterator[None]:
     """Run a block of `rank` that exchanges data with other ranks; other errors of the block pass unchanged.
 
     Raises:
-        LostContactError: in place of the error of a collective if another rank is gone.
+        LostContactError: instead of the error of a collective if another rank is gone.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def contact_kept(rank: int) -> Iterator[None]:
 def _is_broken_off(error: RuntimeError) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
+    # a local failure of gloo, such as a missing network interface, is not the loss of another rank
     return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
 
 
@@ -185,7 +185,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} has no CUDA device of its own (this host has {count}); use --nproc {max(count, 1)}"
+            f"LOCAL_RANK={local_rank} has no separate CUDA device (this host has {count}); use --nproc {max(count, 1)}"
             + ("" if count else " --set train.device=cpu")
         )
     return torch.device("cuda", local_rank)
@@ -244,7 +244,7 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
     if alone:
         return 0, HashStore()
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # torchrun's own store outlives the processes: what those before a restart left in it must not be read
+    # torchrun's store outlives the processes: entries from before a restart must not be read
     store = PrefixStore(f"start-{ENVIRONMENT.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return rank, _own_store(store, rank) if ENVIRONMENT.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
 

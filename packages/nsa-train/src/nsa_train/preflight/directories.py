@@ -40,7 +40,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(absent)
     elif other is not None:
         findings.failed.append(
-            f"--out={str(out_dir)!r} lies inside the run {str(other)!r} (a run never mixes with another); name a directory beside it"
+            f"--out={str(out_dir)!r} is inside the run {str(other)!r} (runs must not be nested); name a directory outside it"
         )
     else:
         findings.passed.append(f"out: {out_dir} {'goes on' if resuming else 'is free'}")
@@ -56,13 +56,13 @@ def nearest_existing(path: Path) -> Path:
 
 
 def _is_untouched(paths: RunDirectory) -> bool:
-    """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
+    """Return whether a directory holds nothing; a run that was killed before its first record has only claimed `checkpoints`."""
     left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
     return all(path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir()) for path in left)
 
 
 def _run_around(out_dir: Path) -> Path | None:
-    """Return the run's directory that `out_dir` lies inside, None if it lies in none."""
+    """Return the run's directory that contains `out_dir`, or None."""
     for parent in out_dir.absolute().parents:
         if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
             return parent
@@ -78,7 +78,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     folder, folders = nearest_existing(root), step_folders(root)
     size, count = BYTES_PER_PARAMETER * parameters, kept_checkpoints(config, tuple(folders)) + 1
     free = shutil.disk_usage(folder).free
-    # a start removes what a killed save left; older checkpoints go only once its first save is written
+    # a start removes files of a killed save; older checkpoints are removed after its first save
     at_once = free + sum(map(_bytes_below, root.glob(f"{ASIDE}*")))
     # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
     room = at_once + sum(map(_bytes_below, [*folders.values(), root / LATEST]))
@@ -102,7 +102,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
 def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
     """Return how many checkpoints exist at the end of a run that finds those of the steps `held`, and resumes from one of them."""
     train = config.train
-    # those of a branch that was left go with keep_last, others stay
+    # keep_last removes those of an abandoned branch; others stay
     staying = [step for step in held if not train.keep_last or step <= train.steps]
     start, every = min(min(held, default=0), train.steps), train.save_every or train.steps
     # multiples of `every` beyond `start`, and the last step
@@ -113,11 +113,11 @@ def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return the bytes of the files below `folder`; none for a link, which takes none here."""
+    """Return the bytes of the files below `folder`; 0 for a link."""
     total = 0
     for path, _, names in os.walk(folder) if not folder.is_symlink() else ():
         for name in names:
-            # another process may be writing there, which is a failure of its own
+            # another process may be writing there, which another rule reports
             with suppress(OSError):
                 total += (Path(path) / name).lstat().st_size
     return total

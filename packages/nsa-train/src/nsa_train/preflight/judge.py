@@ -34,7 +34,7 @@ def run_preflight(
 ) -> Preflight:
     """Return the findings about a run of `config` into `out_dir`. Writes nothing, and uses no GPU memory.
 
-    `resuming`: the directory holds the run that is resumed. `machine`: checked in place of this machine. `world_sizes`: the
+    `resuming`: the directory holds the run that is resumed. `machine`: checked instead of this machine. `world_sizes`: the
     numbers of processes that the run may have on all hosts together; by default those of one host.
     """
     findings, where = Preflight(), machine or target_machine(config)
@@ -45,7 +45,7 @@ def run_preflight(
     check_out_dir(findings, out_dir, resuming=resuming)
     check_init_from(findings, config, resuming=resuming)
     frozen = check_selection_teacher(findings, config)
-    # where hosts may leave, the fewest processes have the most to hold
+    # if hosts may leave, the fewest processes hold the most each
     memory = estimate_memory(config, parameters, min(sizes), frozen=frozen)
     findings.memory_gib = memory.total_gib
     check_schedule(findings, config, where, parameters, sizes)

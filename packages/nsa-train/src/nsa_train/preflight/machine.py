@@ -76,7 +76,7 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
             if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
                 findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")
             elif decision.chosen is None and operation != "nsa":
-                # all of Eq. 5 in one is optional
+                # the fused operation is optional
                 findings.failed.append(_unserved(operation, decision))
     findings.warned += (f"route: {line}" for line in overruled_backends(config, uses).values())
     findings.warned += (f"route: {line}" for operation, line in ignored_backends(config).items() if operation not in refused)

@@ -129,7 +129,7 @@ class MemoryFixes:
         return self._beyond_settings(machine, changes[-1] if changes else {}, limits_gib[0])
 
     def _changes(self) -> Iterator[dict[str, Any]]:
-        """Give the changes that leave the rows of a step as they are, the cheapest first and the most thorough last."""
+        """Yield the changes that keep the rows of a step, the cheapest first and the most thorough last."""
         train = self.config.train
         recomputed = RECOMPUTED[RECOMPUTED.index(train.activation_checkpointing) :]
         chunks = [train.loss_chunk] if 0 < train.loss_chunk <= CHUNK else [train.loss_chunk, CHUNK]
@@ -161,7 +161,7 @@ class MemoryFixes:
         return f"{found}; use {_either(self._other_runs(machine, change, limit_gib, name))}"
 
     def _other_runs(self, machine: Machine, change: Mapping[str, Any], limit_gib: float, largest: str) -> Iterator[str]:
-        """Give the other runs, and the other machines, that would fit."""
+        """Yield the other runs, and the other machines, that would fit."""
         if largest == LIBRARIES:
             yield "a machine with more memory"
             return

@@ -73,7 +73,7 @@ class ModelTable(Table):
     """"dense": the same decoder with full causal attention, the baseline twin."""
     layers: tuple[Any, ...] = field(default=(), converter=_layers, metadata={"rule": _LAYERS})
     """A pattern of layers, repeated until there are n_layers. Each is "nsa", "dense", or a table of `attention` ("nsa" where it
-    is left out), `branches` and sizes of blocks that this layer has of its own. Empty: all layers have `attention`."""
+    is left out), `branches` and block sizes that differ in this layer. Empty: all layers have `attention`."""
     vocab_size: int = integer(at_least=0, at_most=2**24, example=50304, default=0)
     """Rows of the embedding; 0: the number of the tokenizer's ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
     intermediate_size: int = integer(at_least=0, at_most=2**20, example=1024, default=0)
@@ -259,7 +259,7 @@ class TrainTable(Table):
     """Write samples of the model's text before the first step and after the last."""
     selection_loss: float = number(at_least=1e-6, at_most=1000, example=0.1, default=0.0, or_zero=True)
     """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none.
-    Without the branch cmp the keys of the choice are frozen, and q alone learns."""
+    Without the branch cmp the keys of the choice are frozen, and only q learns."""
     selection_teacher: str | None = optional_text(example="'runs/dense'")
     """Run, step-N directory or Hugging Face folder of a frozen model whose attention over all keys is what selection_loss teaches, in place
     of each layer's own. As many layers and the same vocabulary; a resumed run reads it again, and may name another."""
@@ -377,7 +377,7 @@ class RunConfig:
             raise _of_layer(index, layer, error) from None
 
     def _table_of(self, index: int, layer: Any) -> NSATable:
-        """Return table `nsa` with the values that an entry of `model.layers` has of its own."""
+        """Return table `nsa` with the values that an entry of `model.layers` overrides."""
         try:
             return evolve(self.nsa, **{key: layer[key] for key in LAYER_KEYS if isinstance(layer, Mapping) and key in layer})
         except ConfigError as error:
@@ -405,7 +405,7 @@ class RunConfig:
 
 
 def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
-    """Return `error` about table `nsa` with the keys that the layer has of its own in their place."""
+    """Return `error` about table `nsa` with the names of the keys that the layer overrides."""
     key, own = f"model.layers[{index}]", layer if isinstance(layer, Mapping) else {}
     lines = (line.removeprefix("nsa.") for line in str(error).splitlines())
     return ConfigError.of([f"{key}.{line}" if line.partition("=")[0] in own else f"{key}: nsa.{line}" for line in lines])
@@ -493,7 +493,7 @@ def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tu
     rule: Rule | None = attribute.metadata.get("rule")
     if rule is not None and not rule.holds(value):
         return rule.refusal(key, value), rule.refusal(key, value, instead=own)
-    # nsa-core judges the table `nsa`, and says which rule of one key is broken
+    # nsa-core checks the table `nsa`, and reports the broken rule of a key
     is_core = table == "nsa"
     said = next((line for line in problems if is_core and line.startswith(f"{key}={value!r} ") and "(the rule: " in line), "")
     return said, f"{said.rpartition('; use ')[0]}; use {own!r}" if said and isinstance(own, str | int | float) else said

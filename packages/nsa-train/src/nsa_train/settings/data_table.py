@@ -24,9 +24,9 @@ class DataTable(Table):
     source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "needle", "synthetic")
     """"stdlib": the sources of Python's standard library. "text", "jsonl", "parquet": local files. "fineweb_edu": streamed by
     Hugging Face `datasets`. "mix": several sets of local files. "needle": seeded recall of pairs hidden in noise, plain ids.
-    "synthetic": seeded random ids, for throughput alone."""
+    "synthetic": seeded random ids, only for throughput."""
     path: Any = None
-    """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
+    """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards instead of the hub's."""
     mix: Any = field(factory=dict)
     """With "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
     subset: str | None = optional_text(example="'sample-10BT'")
@@ -90,7 +90,7 @@ class DataTable(Table):
     def _broken_needle(self) -> list[str]:
         names = ("needle_pairs", "needle_queries", "needle_symbols", "needle_tokens", "needle_copy")
         if self.source != "needle":
-            # compared with their defaults: a recipe that is written out names them all
+            # compared with defaults, because a written recipe names all keys
             given = [name for name in names if getattr(self, name) != attrs.fields_dict(DataTable)[name].default]
             return [
                 f"data.{name}={getattr(self, name)} would be ignored (data.source={self.source!r} hides no pairs); use --set data.source=needle"
@@ -105,7 +105,7 @@ class DataTable(Table):
         if symbols**tokens < pairs:
             least = next(size for size in range(symbols, pairs + 1) if size**tokens >= pairs)
             found.append(
-                f"data.needle_pairs={pairs} have no keys of their own (needle_symbols={symbols} to the power of needle_tokens={tokens} are "
+                f"data.needle_pairs={pairs} have no different keys (needle_symbols={symbols} to the power of needle_tokens={tokens} are "
                 f"too few); use --set data.needle_symbols={least}"
             )
         if self.tokenizer == "byte" and 3 * symbols > 256:
@@ -119,7 +119,7 @@ class DataTable(Table):
         if self.source in (*FILE_SOURCES, "fineweb_edu"):
             is_named = isinstance(self.path, str | list | tuple) and all(isinstance(name, str) and name for name in self.path)
             return [] if self.path is None or (self.path and is_named) else [self._no_file()]
-        # a recipe's path is taken away by --set data.path=
+        # --set data.path= removes a recipe's path
         if self.path is None or self.path == "":
             return []
         advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.path= or --set data.source=text"

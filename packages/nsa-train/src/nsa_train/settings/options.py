@@ -170,7 +170,9 @@ def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path
         elif path.is_dir():
             problems.append(f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}")
         elif not path.parent.is_dir():
-            problems.append(f"{option}={str(path)!r} lies in no directory ({str(path.parent)!r} does not exist); make it, or name another")
+            problems.append(
+                f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"
+            )
         taken[path.resolve()] = option
     if problems:
         raise ConfigError.of(problems)

@@ -96,7 +96,7 @@ def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str
     last: dict[str, str] = {}
     counts = Counter(map(_key_of, overrides))
     for override in overrides:
-        # where the last one stands, so does the key
+        # a key takes the position of its last override
         last.pop(_key_of(override), None)
         last[_key_of(override)] = override
     for key, count in counts.items():
@@ -153,7 +153,7 @@ def to_toml(config: RunConfig) -> str:
     """Return `config` as TOML that `load_config` reads back equal."""
     from nsa_core.serialization import toml_document
 
-    # an empty table of a key is its default
+    # an empty table is the key's default
     return toml_document({name: {key: value for key, value in table.items() if value != {}} for name, table in unstructure(config).items()})
 
 

@@ -21,7 +21,7 @@ class Rule:
     example: str
 
     def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return a value to use in place of `value`: `instead`, such as the recipe's own, if valid and not a bool; else the example."""
+        """Return a value to use instead of `value`: `instead`, such as the recipe's own, if valid and not a bool; else the example."""
         return (
             repr(instead)
             if isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)

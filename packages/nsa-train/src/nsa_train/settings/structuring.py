@@ -124,7 +124,7 @@ def _judge(rule: Rule) -> Callable[[Any, Any], Any]:
 
 
 def _problems(error: BaseException, path: str) -> Iterator[str]:
-    """Give the message of `error` about the value at `path`, and those of its inner errors about the fields below."""
+    """Yield the message of `error` about the value at `path`, and those of its inner errors about the fields below."""
     if isinstance(error, cattrs.ClassValidationError):
         inner, own = error.group_exceptions()
         for below, note in inner:

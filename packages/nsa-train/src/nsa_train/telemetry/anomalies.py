@@ -113,10 +113,10 @@ class RankWatch:
         step = event.get("step", self.step)
         elapsed_s = seconds_between(self.last, event) if self.last else 0.0
         if event.get("uptime_s") is None:
-            # a clock that was set looks like a pause of hours
+            # a changed clock looks like a long pause
             elapsed_s = min(elapsed_s, BEGUN_STALL_S)
         self.lived_s += elapsed_s
-        # a logged step has two events, which tell of it equally
+        # a logged step has two equivalent events
         if event.get("msg") in STEP_EVENTS and step != self.step:
             self._note_step(event, step)
         elif event.get("msg") not in STEP_EVENTS:
@@ -177,7 +177,7 @@ class RankWatch:
         if self.age_s > 0:
             said = f"silent for {self.age_s:.0f} s by its timestamps, which prove nothing where clocks differ or were set"
         else:
-            said = f"its last event lies {-self.age_s:.0f} s ahead of this machine's clock: how long it has been silent is unknown"
+            said = f"its last event is {-self.age_s:.0f} s ahead of this machine's clock: how long it has been silent is unknown"
         return f"rank {self.rank}: {said}; a stall counts after {patience:.0f} s of watching without an event"
 
     def patience_s(self) -> float:
@@ -195,11 +195,11 @@ class RankWatch:
             self.step_ema_s = took if self.step_ema_s is None else self.step_ema_s + EMA_WEIGHT * (took - self.step_ema_s)
         self.stepped_s = self.lived_s
         self.zero_streak = self.zero_streak + 1 if event.get("grad_norm") == 0 else 0
-        # without packing, a step of short rows is slow by nature
+        # without packing, a step of short rows has a low throughput
         is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
         if speed is not None and is_full:
             self.recent.append((self.lived_s, speed))
-            # the steps that are left still span RECENT_S
+            # the remaining steps still span RECENT_S
             while len(self.recent) > RECENT and self.recent[-1][0] - self.recent[1][0] >= RECENT_S:
                 self.earlier.append(self.recent.popleft()[1])
 

@@ -85,7 +85,7 @@ def read_history(paths: RunDirectory) -> History:
     for event in read_events(paths.heartbeat):
         if event["msg"] == "boot":
             starts.append(Start(event, reached=newest.get("step", 0)))
-            # steps after the one that a resume went back to are no part of the run
+            # steps that a resume undid are not part of the run
             at = max(event.get("resumed_at") or 0, 0)
             progress = {step: was for step, was in progress.items() if step <= at}
             memory = {step: was for step, was in memory.items() if step <= at}
@@ -157,7 +157,7 @@ def _draw_gradients(axis: Any, history: History) -> None:
     if norms := [norm for norm in history.training["grad_norm"] if 0 < norm < math.inf]:
         spread = max(norms) / min(norms)
         axis.set_yscale("log")
-        # few decades have too few powers of ten to label an axis with
+        # few decades contain too few powers of ten for axis labels
         axis.yaxis.set_major_locator(AutoLocator() if spread < 10 else LogLocator(subs=(1, 2, 5) if spread < 1000 else (1,)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
@@ -221,7 +221,7 @@ def _name_lines(axis: Any) -> None:
 
 
 def _draw_fields(axis: Any, events: list[dict[str, Any]], *lines: tuple[str, str, str]) -> None:
-    """Draw the fields of `events` that are known; each of `lines` is the name of one, its colour and its label."""
+    """Draw the known fields of `events`; each of `lines` has a field's name, colour and label."""
     for name, colour, label in lines:
         known = [(event["step"], event[name]) for event in events if event.get(name) is not None]
         if known:

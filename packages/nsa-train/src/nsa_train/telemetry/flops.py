@@ -90,7 +90,7 @@ def _attention_flops(layer: Layer, repeats: int) -> AttentionFlops:
 
 
 def _only_chooses(branches: Sequence[str]) -> bool:
-    """Return whether compressed keys serve the choice of blocks alone, through which nothing flows back."""
+    """Return whether compressed keys serve only the choice of blocks, which has no gradient."""
     return "slc" in branches and "cmp" not in branches
 
 

@@ -69,7 +69,7 @@ def has_collapsed(event: Mapping[str, Any]) -> bool:
 
 
 class Check(NamedTuple):
-    """One health rule, judged."""
+    """One checked health rule."""
 
     name: str
     found: str
@@ -86,7 +86,7 @@ def steadiness(speeds: Sequence[float]) -> float | None:
 
 
 def judge(figures: Mapping[str, Any]) -> list[Check]:
-    """Return the health rules that can be judged from `figures` (names of the heartbeat).
+    """Return the health rules that can be checked from `figures` (names of the heartbeat).
 
     Bands of gates are left out if only one branch exists: it holds every gate, which is no fault.
     """
@@ -127,7 +127,7 @@ def _merged(name: str, passes: Sequence[Mapping[str, float]]) -> float:
     means = [one[name.replace("_std_", "_mean_")] for one in passes]
     squares = [value**2 + mean**2 for value, mean in zip(values, means, strict=True)]
     variance = _mean(squares, numbers) - _mean(means, numbers) ** 2
-    # not max(), which takes 0 for NaN; rounding may leave it below 0
+    # not max(), which turns NaN into 0; rounding may leave it below 0
     return math.sqrt(abs(variance))
 
 

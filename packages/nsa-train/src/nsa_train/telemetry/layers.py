@@ -116,7 +116,7 @@ class FallbackCounts:
     """
 
     def __init__(self, preferred: Mapping[str, str]) -> None:
-        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` where layers take several."""
+        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` if layers use several."""
         self.preferred = dict(preferred)
         self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
 
@@ -193,7 +193,7 @@ class MarkedBackend:
         self.backend, self.times, self.has_ranges = backend, times, has_ranges
 
     def __getattr__(self, name: str) -> Any:
-        """Return what routing asks for, such as `name`, `operation` and `reasons_against`: the backend's own."""
+        """Return the backend's own attributes, such as `name`, `operation` and `reasons_against`, for routing."""
         return getattr(self.backend, name)
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:

@@ -57,7 +57,7 @@ class ProgressDisplay:
     def __init__(self, console: Screen, total_steps: int) -> None:
         self.console = console
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
-        # colours may be forced upon a file, and not every terminal moves its cursor
+        # colours may be forced for a file, and some terminals cannot move the cursor
         is_live = console.file.isatty() and console.is_interactive
         self._bar = Progress(*columns, console=console, transient=True) if is_live else None
         self._seconds_per_token: list[float] = []
@@ -98,7 +98,7 @@ class ProgressDisplay:
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """Let the run go on where its terminal was closed, or the disk is full that its output goes to."""
+        """Continue the run if its terminal was closed, or the disk of its output is full."""
         try:
             yield
         except OSError:

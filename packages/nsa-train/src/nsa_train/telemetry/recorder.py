@@ -85,7 +85,7 @@ class Observed(NamedTuple):
 
 @mutable
 class _Tables:
-    """The files that rank 0 alone writes."""
+    """The files that only rank 0 writes."""
 
     training: CsvTable
     validation: CsvTable
@@ -109,9 +109,9 @@ class Recorder:
         world_size: int = 1,
         resumed_at: int | None = None,
     ) -> None:
-        """Create `out_dir` with config.toml, env.json and the tables' headers, or go on in it after step `resumed_at`.
+        """Create `out_dir` with config.toml, env.json and the tables' headers, or continue in it after step `resumed_at`.
 
-        -1 goes on from the beginning: an earlier start ended before its first checkpoint.
+        -1 continues from the beginning: an earlier start ended before its first checkpoint.
         """
         self.config, self.device, self.paths = config, device, RunDirectory(out_dir)
         self.rank, self.world_size, self.resumed_at = rank, world_size, resumed_at
@@ -193,7 +193,7 @@ class Recorder:
         logged step; `data`: figures of the training stream, such as bad records skipped, which go into every event as they are.
         """
         self.step = figures.step
-        # a rank's rows are as wide as the others', which without packing is not always train.seq_len
+        # all ranks' rows have the same width, which without packing may differ from train.seq_len
         tokens = sum(figures.lengths) * self.world_size or tokens_per_step(self.config)
         step_s = tokens / figures.toks_per_s
         fields = {
@@ -270,7 +270,7 @@ class Recorder:
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:
         paths, at = self.paths, self.resumed_at
-        # earlier faults are in the heartbeats; the files tell of this start
+        # earlier faults are in the heartbeats; these files describe this start
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
         # whole or not at all: `nsa-train resume` reads it
@@ -281,7 +281,7 @@ class Recorder:
         )
         before = read_json(paths.environment) if at is not None else {}
         if before:
-            # the machine of the first start stays on top
+            # the machine of the first start stays first
             earlier = before.get("resumed")
             environment = {**before, "resumed": [*(earlier if isinstance(earlier, list) else []), {"step": at, **environment}]}
         write_json(paths.environment, environment)

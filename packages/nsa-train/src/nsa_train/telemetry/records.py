@@ -82,7 +82,7 @@ class CsvTable:
     """A CSV file that starts with its header; `append` returns when the row is on disk."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, resumed_at: int | None = None) -> None:
-        """Start `path` anew, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
+        """Start `path` again, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
         self.path, self.columns = path, tuple(columns)
         rows = () if resumed_at is None else scan_rows(path)
         kept = [row for _, row in rows if row is not None and int(row["step"]) <= (resumed_at or 0)]
@@ -96,7 +96,7 @@ class CsvTable:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             if file.tell() == 0:
-                # somebody deleted it
+                # it was deleted
                 writer.writeheader()
             writer.writerow(_shortened(row))
 
@@ -121,7 +121,7 @@ def scan_rows(path: Path) -> Iterator[tuple[int, dict[str, str] | None]]:
             yield number, _fields_of(line, names)
             continue
         found = tuple(line.decode("utf-8", errors="replace").split(","))
-        # columns come and go with versions
+        # columns differ between versions
         if not known or ("step" in found and (set(found) <= set(known) or set(known) <= set(found))):
             names = found
         else:
@@ -205,7 +205,7 @@ class Heartbeat:
         event = {
             "ts": round(now, 3),
             "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
-            # ts jumps where the clock is set; uptime_s does not
+            # ts jumps if the clock is set; uptime_s does not
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "pid": os.getpid(),
             "rank": self.rank,
@@ -240,7 +240,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `content` with floats of as many digits as are kept, None for those that JSON cannot spell."""
+    """Return `content` with rounded floats, and None for those that JSON cannot represent."""
     return {name: _short(value, digits=9 if name in EXACT else 6) for name, value in content.items()}
 
 
@@ -258,7 +258,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except LongLineError:
         yield number + 1, b""
     except (FileNotFoundError, IrregularFileError):
-        # a caller that must report it asks `refusal`
+        # a caller that must report it calls `refusal`
         return
 
 

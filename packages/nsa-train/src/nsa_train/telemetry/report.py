@@ -89,7 +89,7 @@ def write_report(paths: RunDirectory) -> None:
     history = read_history(paths)
     with written_whole(paths.curves) as aside:
         canvas: Any = FigureCanvasAgg(figure_of(history))
-        # savefig would draw twice, the first time for the extents alone
+        # savefig would draw twice, first only for the extents
         canvas.print_png(aside)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def _word(value: Any) -> str:
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
-    """Return metrics.json, or nothing where it lacks what the head of the page says."""
+    """Return metrics.json, or nothing if it lacks the fields in the head of the page."""
     metrics = read_json(path)
     counts = ("parameters_nsa", "parameters_dense", "steps", "tokens")
     is_whole = metrics.get("attention") in ("nsa", "dense") and all(isinstance(metrics.get(name), int) for name in counts)
@@ -180,7 +180,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """Return a text, U+FFFD in the place of control characters, which no page may hold."""
+    """Return a text with U+FFFD instead of control characters, which no page may hold."""
     return CONTROL.sub("\ufffd", as_text(read_regular(path, MOST_SAMPLE), errors="replace"))
 
 

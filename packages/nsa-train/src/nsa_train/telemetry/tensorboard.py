@@ -19,7 +19,7 @@ class Board:
     """
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
-        """Go on in `folder`; what another process wrote after step `resumed_at` is hidden."""
+        """Continue in `folder`; events after step `resumed_at` are hidden."""
         self._writer: Any = None
         if version_of("tensorboard") is None:
             return

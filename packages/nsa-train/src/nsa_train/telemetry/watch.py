@@ -64,11 +64,11 @@ class Watcher:
 
         A rank is silent as long as looks find no new event of it: no wall clock decides about a stall.
         """
-        # before the records are read: a process that is gone by now has written all of its events
+        # before the records are read, so that a process that has ended has written all its events
         gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}
         for path in self.paths.heartbeats:
             for event in self._new_events(path):
-                # another process goes on with the run: its pace is its own
+                # another process continues the run, at its own pace
                 if path not in self.ranks or event.get("msg") == "boot":
                     self.ranks[path] = RankWatch(event.get("rank") or 0)
                 self.ranks[path].observe(event, heard_s=now, age_s=None if self._has_looked else self._wall() - event["ts"])
@@ -113,7 +113,7 @@ class Watcher:
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
         lines = []
         try:
-            # a line that a killed process left unfinished is no event
+            # an unfinished line of a killed process is not an event
             for line, following in lines_from(path, self._offsets.get(path, 0)):
                 lines.append(line)
                 self._offsets[path] = following
@@ -251,12 +251,12 @@ def is_gone(rank: RankWatch) -> bool:
         return True
     except PermissionError:
         return False
-    # dead, but its parent has not asked how it ended
+    # a zombie: its parent has not collected its status
     return _status(rank.pid).get("State", "").startswith("Z")
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the fields of `/proc/PID/status`; none where there is no such file."""
+    """Return the fields of `/proc/PID/status`; empty if there is no such file."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -31,7 +31,7 @@ class DenseForm(NamedTuple):
 def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseForm:
     """Return the model of `config` with the weights `tensors` as Llama, as Qwen2 with `qkv_bias`, or as Qwen3 with `qk_norm`.
 
-    Qwen3 has one epsilon. Where `qk_norm_eps` is another than the decoder's, q_proj and k_proj are scaled by the root of their ratio, which
+    Qwen3 has one epsilon. If `qk_norm_eps` differs from the decoder's, q_proj and k_proj are scaled by the root of their ratio, which
     leaves the normed q and k the same: c q / sqrt(mean(c^2 q^2) + eps) = q / sqrt(mean(q^2) + eps / c^2).
 
     Raises:
@@ -58,7 +58,7 @@ def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseFo
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
-    # a state dict of Transformers has a tied output layer twice
+    # a state dict of Transformers lists a tied output layer twice
     left_out = HEAD if config.tie_word_embeddings else None
     renamed = {theirs: value for name, value in tensors.items() if (theirs := source_name(name)) != left_out}
     if architecture.qk_norm and eps != layer.qk_norm_eps:

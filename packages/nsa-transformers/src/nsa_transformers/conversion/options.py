@@ -52,7 +52,7 @@ class ConversionOptions:
             raise ConfigError(f"--layers={self.layers!r} is no pattern (the rule: a list of at least one entry); use '[\"nsa\"]'")
         for key in self.nsa:
             if key == "kv":
-                raise ConfigError(f"--nsa kv={self.nsa[key]} is an option of its own; use --kv {self.nsa[key]}")
+                raise ConfigError(f"--nsa kv={self.nsa[key]} is a separate option; use --kv {self.nsa[key]}")
             if key in FROM_SOURCE:
                 raise ConfigError(f"--nsa {key}={self.nsa[key]!r} is decided by the source's config.json; leave it out")
 

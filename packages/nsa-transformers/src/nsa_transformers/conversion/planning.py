@@ -135,7 +135,7 @@ def _require_dtypes(source: Source) -> None:
 
 
 def _require_sizes(source: Source) -> None:
-    """Raise InputError if config.json has other sizes than the tensors: a stranger may have chosen them, and modules are made of them."""
+    """Raise InputError if config.json has other sizes than the tensors; checked first, because untrusted sizes would build modules."""
     theirs = source.config
     last, hidden = f"model.layers.{theirs.num_hidden_layers - 1}", theirs.hidden_size
     wanted = {
@@ -166,7 +166,7 @@ def _misfits(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]])
 
 
 def _refuse(source: Source, problems: list[str]) -> None:
-    """Raise InputError if there are `problems`; the first few are named."""
+    """Raise InputError with the first few `problems`, if there are any."""
     if problems:
         more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise InputError(

@@ -93,7 +93,7 @@ def open_source(folder: Path) -> Source:
     """Return the dense checkpoint in `folder`. No weight is read, and none of its code is run.
 
     Raises:
-        ConfigError: if it is no folder, or of an architecture that is not converted.
+        ConfigError: if it is not a folder, or its architecture is not supported.
         InputError: for pickled weights, and files that are missing or damaged.
     """
     if not folder.is_dir():
@@ -142,7 +142,7 @@ def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
 
 
 def _refuse_rope(content: dict[str, Any]) -> None:
-    """Raise ConfigError for another kind of RoPE, before Transformers asks for that kind's own numbers."""
+    """Raise ConfigError for another kind of RoPE, before Transformers requires that kind's numbers."""
     rope = content.get("rope_parameters") or content.get("rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
     if kind not in tuple(ROPE_KEYS):
@@ -152,7 +152,7 @@ def _refuse_rope(content: dict[str, Any]) -> None:
 
 
 def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path) -> Any:
-    # with remote code gone, what is left are values; from_dict changes those that it is given
+    # without remote code only values remain; from_dict changes its argument
     values = {key: value for key, value in copy.deepcopy(content).items() if key != "auto_map"}
     try:
         return getattr(transformers, f"{architecture.prefix}Config").from_dict(values)

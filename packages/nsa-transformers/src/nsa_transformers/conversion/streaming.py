@@ -1,4 +1,4 @@
-"""Modules that read their weights from files when they need them: a layer of any size needs the memory of a few rows."""
+"""Modules that read their weights from files when they need them: a layer of any size needs memory for a few rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,7 +34,7 @@ class StreamedLinear(nn.Module):
         self._stored = weight
         self._bias = None if bias is None else whole(bias)
         self.weight: Any = torch.zeros(()).expand(weight.shape)
-        """A stand-in of the weight's dtype and shape, which attention looks at."""
+        """A stand-in with the weight's dtype and shape, which attention reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `(..., out)` of x `(..., in)`."""

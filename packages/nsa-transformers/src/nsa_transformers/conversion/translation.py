@@ -16,7 +16,7 @@ def converted_config(source: Source, options: ConversionOptions, dtype: str) -> 
     """Return the configuration of the converted model, whose weights are mostly of `dtype`.
 
     Raises:
-        ConfigError: naming a part of the source that NSA has no counterpart of, or an option that does not fit it.
+        ConfigError: naming a part of the source without a counterpart in NSA, or an unsuitable option.
     """
     theirs = source.config
     _refuse_parts(source)
@@ -41,7 +41,7 @@ def converted_config(source: Source, options: ConversionOptions, dtype: str) -> 
         "eos_token_id": theirs.eos_token_id,
         "pad_token_id": theirs.pad_token_id,
     }
-    # judged without the pattern first, so that all keys of the table are written
+    # checked without the pattern first, so that all keys of the table are written
     whole = NSAModelConfig(**values, nsa=table).decoder_layers()[0].config
     found = NSAModelConfig(**values, nsa=nsa_table(whole), **_layers(source, options))
     _require_windows(source, found)
@@ -60,7 +60,7 @@ def _refuse_parts(source: Source) -> None:
 
 
 def _rope(theirs: Any) -> dict[str, Any]:
-    """Return `rope_theta` and, where positions are scaled, `rope_scaling` of a configuration of Transformers."""
+    """Return `rope_theta` and, if positions are scaled, `rope_scaling` of a configuration of Transformers."""
     rope = theirs.rope_parameters
     kind = rope["rope_type"]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -86,7 +86,7 @@ def _rope(theirs: Any) -> dict[str, Any]:
 
 
 def _yarn_attention(rope: Mapping[str, Any], factor: float) -> dict[str, float]:
-    """Return `attention_factor` where YaRN's own, 0.1 ln(factor) + 1, is replaced."""
+    """Return `attention_factor` if it replaces YaRN's, 0.1 ln(factor) + 1."""
     if rope.get("attention_factor") is not None:
         return {"attention_factor": float(rope["attention_factor"])}
     if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:
@@ -96,7 +96,7 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> dict[str, float]:
 
 
 def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
-    """Return `attention` and `layers` of config.json; a window takes the size of the source's where none is given."""
+    """Return `attention` and `layers` of config.json; a window has the source's size if none is given."""
     windows = source.windows
     pattern = ["nsa"] if options.layers is None else options.layers
     if len(windows) % len(pattern):

@@ -82,7 +82,7 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
         expected = _source_layer(source, place, num_tokens, attended)(torch.cat([theirs, rows]))
         found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids), attended)(torch.cat([ours, rows]))
         theirs, ours = expected[: len(ids)], found[: len(ids)]
-        # without the rows themselves, which would hide what a layer adds to them; attention alone, which the MLP would hide
+        # without the residual, which would hide a layer's contribution; attention separately, which the MLP would hide
         added = (expected[len(ids) :] - rows, found[len(ids) :] - rows)
         for pair in (added, [x[len(ids) :] for x in attended]):
             largest = max(largest, _checked_difference(place, *pair))
@@ -143,7 +143,7 @@ def _source_layer(source: Source, place: int, num_tokens: int, attended: list[Te
 
 
 def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, Stored], num_own: int, attended: list[Tensor]) -> nn.Module:
-    """Return a layer of the converted model, which opens the dense branch alone for the sequences from `num_own` on."""
+    """Return a layer of the converted model that opens only the dense branch for sequences from `num_own` on."""
     with weightless():
         module = Block(conversion.config.sizes(), layer.build)
     block: Any = streamed(module, tensors)

@@ -40,8 +40,8 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        ConfigError: where the source's settings of generation cannot be read; nothing is written.
-        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        ConfigError: if the source's settings of generation cannot be read; nothing is written.
+        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
     require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
@@ -62,7 +62,7 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
 
 
 def _progress(total: int, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Return a function that takes bytes that were written, and says each further tenth of `total`."""
+    """Return a function that takes the bytes written, and reports each further tenth of `total`."""
     written, said = 0, 0
 
     def note(num_bytes: int) -> None:

@@ -155,7 +155,7 @@ def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
     def attempt() -> None:
         try:
             done.put(_Done(work(), None))
-        # whatever it is, it is raised again below, in the caller's thread
+        # any error is raised again below, in the caller's thread
         except BaseException as error:  # noqa: BLE001
             done.put(_Done(None, error))
 

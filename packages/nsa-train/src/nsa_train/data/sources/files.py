@@ -110,7 +110,7 @@ class LocalFile(NamedTuple):
         """Yield the bytes `start` .. `stop` - 1, a few at a time.
 
         Raises:
-            LostError: if the file is gone or cannot be read; after the last byte, when it is not as it was found.
+            LostError: if the file is gone or cannot be read; after the last byte, if it has changed.
         """
         left = stop - start
         try:
@@ -132,7 +132,7 @@ class LocalFile(NamedTuple):
             return f"its size was {self.size:,} bytes and is {now.size:,}"
         if now.mtime_ns != self.mtime_ns:
             return f"it was modified at {_time(now.mtime_ns)} ({_time(self.mtime_ns)} before)"
-        # one of the two alone proves nothing: some network file systems renumber files, and a chmod or a new hard link changes ctime
+        # either one alone proves nothing: some network file systems renumber files, and a chmod or a new hard link changes ctime
         if now.inode != self.inode and now.ctime_ns != self.ctime_ns:
             return "another file has its name now"
         return ""
@@ -287,6 +287,6 @@ def _lost(error: OSError) -> LostError:
 def _time(stamp_ns: int) -> str:
     try:
         return datetime.fromtimestamp(stamp_ns / 1e9).astimezone().isoformat(" ", "milliseconds")
-    # a year that no calendar has
+    # a year out of range
     except (OSError, OverflowError, ValueError):
         return f"{stamp_ns} ns after 1970"

@@ -1,7 +1,7 @@
 """Source `fineweb_edu`: Hugging Face `datasets`, streaming; local Parquet or JSONL shards come through the same code.
 
-`datasets` only opens shards and reads them in order. Which shard, and from which row, is decided by our own index: its
-shuffle buffer loses rows on resume.
+`datasets` only opens shards and reads them in order. Our own index decides which shard and row to read, because
+its shuffle buffer loses rows on resume.
 """
 
 import glob
@@ -38,7 +38,7 @@ class HubBlocks:
         """Yield the records of shard `block` from number `start` on; one that breaks off ends with a bad record."""
         name = f"{REPOSITORY} shard {block} of {self._shards}"
         self._reading.shard = name
-        # a network that failed once may serve the same rows the next time
+        # after a network failure the same rows may be available again
         for record in _until_broken(name, start, lambda: self._dataset.shard(num_shards=self._shards, index=block).skip(start)):
             if isinstance(record, Bad):
                 yield record._replace(is_passing=True, is_end=True)
@@ -47,7 +47,7 @@ class HubBlocks:
 
 
 class LocalShards(WholeFiles):
-    """Local files in place of the hub's shards. Each is opened by itself: the content of one file says nothing about the others."""
+    """Local files instead of the hub's shards. Each is opened by itself: the content of one file says nothing about the others."""
 
     def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
         """`kind`: "parquet" or "jsonl"."""
@@ -75,7 +75,7 @@ class LocalShards(WholeFiles):
         is_first = True
         for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
             if isinstance(record, Bad):
-                # a part that cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
+                # an unreadable part fails at any start: it counts as one record, at its own number
                 if not is_first or start in (0, self._breaks_at(path)):
                     yield record
             elif self._kind == "jsonl":
@@ -86,18 +86,18 @@ class LocalShards(WholeFiles):
             is_first = False
 
     def _breaks_at(self, path: Path) -> int:
-        """Return the row from which a damaged file is not read, where it is read from the first one on."""
+        """Return the first row that a read of a damaged file from its start does not reach."""
         return sum(not isinstance(record, Bad) for record in _until_broken(str(path), 0, lambda: self._opened(path)))
 
     def _opened(self, path: Path) -> Any:
-        # the readers below load_dataset, which first tells the hub of every call, and waits where there is no network
+        # the readers below load_dataset, which contacts the hub at every call, and waits without a network
         from datasets import IterableDataset
         from datasets.io.parquet import ParquetDatasetReader
 
         if self._kind == "parquet":
-            # it takes names for globs
+            # it interprets names as globs
             return ParquetDatasetReader(glob.escape(str(path)), streaming=True).read()
-        # lines, byte for byte, that our own reader judges: arrow's JSON reader gives up a shard at its first bad line, and crashed on
+        # raw lines for our own reader: arrow's JSON reader stops a shard at its first bad line, and crashed on
         # some; the text reader ends lines at carriage returns, which are white space within a record
         return IterableDataset.from_generator(_lines, gen_kwargs={"path": str(path)})
 
@@ -125,9 +125,9 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
         HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
         dataset = datasets.load_dataset(REPOSITORY, name=subset, split="train", streaming=True)
         dataset = dataset.select_columns([TEXT_FIELD])
-        # a shard per row group where this version of datasets can do it: more of them to shuffle
+        # a shard per row group, if this version of datasets supports it: more shards to shuffle
         return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, reading)
-    # no common error: httpx, requests, those of either package
+    # there is no common error class: httpx, requests, and each package's own
     except Exception as error:  # noqa: BLE001
         raise unreachable(subset, error) from None
 
@@ -148,12 +148,12 @@ def _local(data: DataTable, reading: Reading) -> LocalShards:
     found = {kinds.get(path.suffix) for path in paths}
     if len(found) != 1 or None in found:
         raise DataError(
-            f"data.path={str(paths[0])!r} and its like are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
+            f"data.path={str(paths[0])!r} and the others are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
             "use a glob such as 'fineweb/**/*.parquet'"
         )
     empty = [path for path in paths if path.stat().st_size == 0]
     if empty and data.on_bad_record == "fail":
-        # sooner than where the order of the shards would meet it
+        # earlier than the order of the shards would reach it
         raise DataError(str(_empty(empty[0])))
     return LocalShards(str(found.pop()), paths, reading)
 
@@ -163,7 +163,7 @@ def _empty(path: Path) -> Bad:
 
 
 def _until_broken(where: str, start: int, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]] | Bad]:
-    """Yield number and values of each of the `rows`, which begin at number `start`, and a bad record where they break off."""
+    """Yield number and values of each of the `rows`, which begin at number `start`, and a bad record if reading fails."""
     number = start
     try:
         for values in rows():

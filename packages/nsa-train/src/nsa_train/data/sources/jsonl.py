@@ -15,8 +15,8 @@ from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
-"""A block ends after so many lines, or with the line that reaches so many bytes. Blocks are what is shuffled of files too
-large for memory."""
+"""A block ends after so many lines, or with the line that reaches so many bytes. For files too large for memory, blocks are
+shuffled."""
 _CHUNK = 2**24
 _NEWLINE = 10
 

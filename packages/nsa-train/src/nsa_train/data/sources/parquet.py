@@ -51,7 +51,7 @@ class ParquetBlocks(FileBlocks):
         group = self._blocks[block]
         if isinstance(group, Bad):
             return
-        # not the bytes of the file: asked for the offset of a column, pyarrow crashes the process where the footer is damaged
+        # not the file's bytes: with a damaged footer, pyarrow crashes the process when asked for a column's offset
         for values in _column_parts(group):
             if not isinstance(values, Bad):
                 yield b"".join(b"none" if value is None else b"%d:%b" % (len(value), value) for value in values)
@@ -71,7 +71,7 @@ class ParquetBlocks(FileBlocks):
             for values in _column_parts(group):
                 group.file.require_same()
                 if isinstance(values, Bad):
-                    # the rows that were read before the damage stand; those after it are lost together
+                    # rows read before the damage are kept; those after it are lost together
                     lost = group.rows - index
                     if start <= index:
                         yield values._replace(lost=lost)

@@ -57,7 +57,7 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
         if len(documents) == 1:
             train, val = _cut(documents[0])
             end = documents[0].text[-max(len(val[0].text), END_BYTES) :].strip()
-            # white space alone is in every text
+            # white space is in every text
             found.ends.update({number: Document(val[0].name, end)} if end else {})
         if not train or (not val and len(texts) == 1):
             raise DataError(
@@ -81,7 +81,7 @@ def shared(split: Split) -> tuple[tuple[str, str], ...]:
     for number, end in split.ends.items():
         others = (document for part, documents in enumerate(split.train) if part != number for document in documents)
         found += [(end.name, document.name) for document in others if end.text in document.text][:1]
-        # the beginning of what is held out as a whole is trained on
+        # the start of a document whose end is held out is trained on
         found += [(document.name, split.train[number][0].name) for document in whole if end.text in document.text][:1]
     return tuple(dict.fromkeys(found))
 

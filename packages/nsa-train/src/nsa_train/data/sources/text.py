@@ -37,7 +37,7 @@ class _Texts(WholeFiles):
     """Files, each of which is one document, or none."""
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the one record of file `block`, unless `start` lies behind it."""
+        """Yield the one record of file `block`, unless `start` is after it."""
         if start:
             return
         self._reading.shard = str(self.paths[block])
