@@ -29,14 +29,14 @@ from nsa_transformers.arguments import (
 from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
 from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
-from nsa_transformers.weights import Loaded
+from nsa_transformers.weights import Stored
 
 
 class NSABlock(GradientCheckpointingLayer, Block):
     """A layer of the decoder; with `gradient_checkpointing_enable` it is recomputed in the backward pass."""
 
 
-class NSAPreTrainedModel(Loaded, PreTrainedModel):
+class NSAPreTrainedModel(Stored, PreTrainedModel):
     """Base class of NSA models: loading, saving and generation settings."""
 
     config_class = NSAModelConfig
