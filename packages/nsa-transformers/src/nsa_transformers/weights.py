@@ -70,8 +70,9 @@ class Stored:
 
         Of weights in one file that shards replace, the file is removed: it would be loaded in their place.
         """
-        before, parent = modified(Path(save_directory)), super()
-        parent.save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        before = modified(Path(save_directory))
+        parent: Any = super()
+        parent.save_pretrained(save_directory, is_main_process, *args, **kwargs)
         is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         if is_main_process and (is_alone or torch.distributed.get_rank() == 0):
             complete_save(Path(save_directory), before)
