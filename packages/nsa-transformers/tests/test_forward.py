@@ -1,5 +1,7 @@
 """One pass: masks, packed positions, loss, gradients, hidden states."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -293,3 +295,54 @@ def test_a_padded_cache_that_comes_without_its_mask_says_what_is_missing(tiny_mo
 def test_keys_of_other_models_are_not_ignored(tiny_config, name):
     with pytest.raises(ConfigError, match=f"config.json has {name} .*use "):
         tiny_config(**{name: 1e6})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda ids: {"input_ids": ids.float()}, r"input_ids is torch.float32 \(ids are int32 or int64\); use input_ids.long\(\)"),
+        (lambda ids: {"input_ids": ids.tolist()}, r"input_ids is a list \(the layout is \(B, S\)\); use torch.tensor\(input_ids\)"),
+        (lambda ids: {"inputs_embeds": torch.zeros(2, 5, 16)}, r"inputs_embeds has width 16 \(the model's hidden_size is 32\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids[:, :10]}, r"labels are torch.int64 of shape \(2, 10\) .*int64 \(2, 20\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids.int()}, r"labels are torch.int32 of shape \(2, 20\) .*int64 \(2, 20\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids + 50}, r"labels hold \d+ \(the vocabulary has ids 0 .. 49, and -100 marks"),
+        (lambda ids: {"input_ids": ids, "labels": ids - 99}, r"labels hold -\d+ \(the vocabulary"),
+        (lambda ids: {"input_ids": ids, "labels": ids, "logits_to_keep": 4}, r"logits_to_keep=4 came with labels"),
+        (lambda ids: {"input_ids": ids, "cache_position": torch.arange(5, 25)}, r"cache_position is \[5, 6, 7, 8\] .*after 0 tokens"),
+    ],
+)
+def test_arguments_that_fit_no_model_are_named(tiny_model, prompt, changed, message):
+    with pytest.raises(InputError, match=message):
+        tiny_model()(**changed(prompt))
+
+
+def test_columns_behind_a_cache_are_those_that_follow(tiny_model, prompt):
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(prompt[:, :12], cache_position=torch.arange(12)).past_key_values
+        with pytest.raises(InputError, match=r"cache_position is \[0, 1, 2, 3\] ... \(after 12 tokens, the next are at 12 .. 19\)"):
+            model(prompt[:, 12:], past_key_values=cache, cache_position=torch.arange(8))
+        found = model(prompt[:, 12:], past_key_values=cache, cache_position=torch.arange(12, 20)).logits
+        torch.testing.assert_close(found, model(prompt).logits[:, 12:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_is_not_left_out(tiny_model, prompt):
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(prompt[:, :12], use_cache=True).past_key_values
+        for call in (
+            lambda: model(prompt[:, 12:], past_key_values=cache, use_cache=False),
+            lambda: model.generate(prompt, past_key_values=cache, use_cache=False, max_new_tokens=2, do_sample=False),
+        ):
+            with pytest.raises(InputError, match=r"use_cache=False came with past_key_values .*leave one of them out"):
+                call()
+
+
+def test_an_argument_that_nothing_reads_warns(tiny_model, prompt):
+    model = tiny_model()
+    with pytest.warns(UserWarning, match="forward ignores head_mask, num_logits_to_keep "):
+        model(prompt, num_logits_to_keep=1, head_mask=torch.ones(2, 4), output_router_logits=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(prompt, labels=prompt, num_items_in_batch=3, output_attentions=False, return_dict=True)
+        model.generate(prompt, max_new_tokens=3, do_sample=False)

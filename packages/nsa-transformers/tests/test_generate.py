@@ -1,6 +1,7 @@
 """`generate` against recomputation from scratch, token for token in float32."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -320,3 +321,18 @@ def test_ids_beyond_the_vocabulary_are_refused(tiny_model, prompt):
     for call in (lambda: model.generate(prompt, **GREEDY), lambda: model(prompt)):
         with pytest.raises(InputError, match=r"input_ids holds 50 \(the vocabulary has ids 0 .. 49\)"):
             call()
+
+
+@pytest.mark.parametrize("shape", [(2, 19), (1, 20), (20,), (2, 1, 20, 20)])
+def test_a_mask_that_is_not_of_the_prompts_is_refused(tiny_model, prompt, shape):
+    model = tiny_model()
+    for inputs in ({"inputs": prompt}, {"inputs_embeds": model.embedding(prompt)}):
+        with pytest.raises(InputError, match=rf"attention_mask has shape {re.escape(str(shape))} \(the layout is \(B, S\) = \(2, 20\)"):
+            model.generate(**inputs, attention_mask=torch.ones(shape, dtype=torch.int64), **GREEDY)
+    with pytest.raises(InputError, match="attention_mask has type dict"):
+        model.generate(prompt, attention_mask={"full_attention": torch.ones(2, 20)}, **GREEDY)
+
+
+def test_prompts_that_are_no_tensor_are_refused(tiny_model, prompt):
+    with pytest.raises(InputError, match="input_ids is a list"):
+        tiny_model().generate(prompt.tolist(), **GREEDY)

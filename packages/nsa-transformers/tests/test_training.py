@@ -1,7 +1,10 @@
 """Fine-tuning: gradient checkpointing, Trainer, LoRA."""
 
 import pytest
+import safetensors
 import torch
+
+from nsa_transformers.checksums import KEY
 
 KINDS = ["nsa", "mixed"]
 
@@ -63,6 +66,8 @@ def test_trainer_takes_ten_steps_and_what_it_saves_loads(tiny_model, tmp_path, o
     assert losses[-1] < 0.9 * losses[0]
     if "save_steps" in options:
         again = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-10")
+        with safetensors.safe_open(tmp_path / "checkpoint-10/model.safetensors", "pt") as opened:
+            assert KEY in opened.metadata()
         ids = _rows(1)[0]["input_ids"][None]
         assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
@@ -82,6 +87,8 @@ def test_lora_trains_the_projections_alone_and_merges(tiny_model, tmp_path, prom
     model.eval()
     logits = model(prompt).logits
     model.save_pretrained(tmp_path / "adapter")
+    with safetensors.safe_open(tmp_path / "adapter/adapter_model.safetensors", "pt") as opened:
+        assert KEY not in (opened.metadata() or {})
     fresh = tiny_model()
     assert all(torch.equal(weight, before[name]) for name, weight in fresh.state_dict().items())
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")

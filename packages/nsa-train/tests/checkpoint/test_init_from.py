@@ -1,13 +1,20 @@
 """`train.init_from`: a new run begins with the weights of another, where their shapes fit."""
 
+import hashlib
+import os
+import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from attrs import evolve
 
 from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.checkpoint.initial import initial_weights, initialize
 from nsa_train.cli import run_command
+from nsa_train.errors import ConfigError
+from nsa_train.model.decoder import build_model
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.judge import check_init_from, run_preflight
 from nsa_train.run_dir import RunDirectory
@@ -66,6 +73,42 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "next"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "folder"])
+def test_a_start_verifies_the_weights_once(
+    tiny_run: RunDirectory, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source, digest, hashed = tiny_run.root, hashlib.file_digest, list[int]()
+    weights = tiny_run.checkpoints / "step-5/model.safetensors"
+    if kind == "folder":
+        pytest.importorskip("transformers", reason="transformers is not installed (an extra, nsa-train[hf])")
+        source = tmp_path / "exported"
+        assert run_command(["ckpt", "export", str(tiny_run.root), str(source), "--format", "hf"]) == 0
+        weights = source / "model.safetensors"
+
+    def counted(file: BinaryIO, name: str) -> object:
+        hashed.append(os.fstat(file.fileno()).st_ino)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    words = ["--set", f"train.init_from={source}", "--set", "train.steps=1", "--set", "train.warmup_steps=0"]
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "next"), *words]) == 0
+    assert hashed.count(weights.stat().st_ino) == 1
+
+
+def test_weights_that_change_after_they_were_verified_are_verified_again(tiny_run: RunDirectory, tiny_recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-5"
+    shutil.copytree((tiny_run.checkpoints / "step-5").resolve(), folder)
+    config = load_config(str(tiny_recipe), [f"train.init_from={folder}"])
+    verified, model = initial_weights(config), build_model(config)
+    initialize(model, config, verified)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="model.safetensors is damaged: SHA-256 expected"):
+        initialize(model, config, verified)
 
 
 def test_a_resumed_run_has_its_own_weights(tiny_run: RunDirectory, tiny_recipe: Path, tmp_path: Path) -> None:

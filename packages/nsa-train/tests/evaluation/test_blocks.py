@@ -10,9 +10,11 @@ from nsa_core import BlockGeometry
 from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
 from nsa_train.data.tokenizer import ByteTokenizer
-from nsa_train.evaluation.blocks import block_recall, recall_of, rows_to_compare, twin_problems
-from nsa_train.evaluation.options import Mode
+from nsa_train.errors import ConfigError
+from nsa_train.evaluation.blocks import block_recall, recall_of, rows_to_compare
+from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
+from nsa_train.evaluation.tasks import check
 from nsa_train.model.decoder import build_model
 
 GEOMETRY = BlockGeometry(4, 2, 4, 3, window_size=6)
@@ -105,34 +107,15 @@ def test_a_closed_branch_has_no_recall(random_subject) -> None:
     assert not [*block_recall(random_subject(modes=(Mode.CLOSED,)), None)]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["model.n_layers=3"], "it has 3 layers, the model 2"),
-        (["model.n_heads=4"], "its layer 0 has 4 heads and 1 KV heads, the model's 2 and 1"),
-        (["model.n_heads=4", "model.n_kv_heads=2"], "its layer 0 has 4 heads and 2 KV heads"),
-        (["model.vocab_size=300"], "its vocabulary has 300 ids, the model's 258"),
-        (["model.attention=nsa"], "its layer 0 is not dense"),
-    ],
-)
-def test_a_twin_of_another_shape_says_why(random_subject, tiny_config, overrides: list[str], reason: str) -> None:
-    subject = random_subject()
-    decoder = build_model(tiny_config("model.attention=dense", *overrides))
-    assert twin_problems(subject, subject.opened._replace(decoder=decoder))[0].startswith(reason)
-
-
-def test_a_twin_of_the_same_shape_fits(random_subject, tiny_config) -> None:
-    subject = random_subject()
-    decoder = build_model(tiny_config("model.attention=dense", "model.intermediate_size=256"))
-    assert twin_problems(subject, subject.opened._replace(decoder=decoder)) == []
-
-
-def test_a_twin_whose_ids_mean_other_text_is_refused(random_subject) -> None:
+def test_a_twin_whose_ids_mean_other_text_is_refused(random_subject, tiny_config) -> None:
     class Shifted(ByteTokenizer):
         def encode(self, text: bytes) -> torch.Tensor:
             return super().encode(text).flip(0)
 
-    subject = random_subject()
-    twin = subject.opened._replace(tokenizer=Shifted())
-    assert "it has another tokenizer, whose ids mean other text" in twin_problems(subject, twin)
-    assert not any("tokenizer" in reason for reason in twin_problems(subject, subject.opened))
+    subject = random_subject(tasks=(TaskName.BLOCK_RECALL,))
+    twin = dense_twin(subject, tiny_config=tiny_config)
+    assert check(subject, twin, print) == (TaskName.BLOCK_RECALL,)
+    with pytest.raises(ConfigError, match="it has another tokenizer"):
+        check(subject, twin._replace(tokenizer=Shifted()), print)
+    with pytest.raises(ConfigError, match="it is meant for 4 tokens, the longest text has "):
+        check(subject, twin._replace(max_position=4), print)

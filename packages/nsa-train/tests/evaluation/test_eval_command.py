@@ -119,7 +119,7 @@ def test_without_the_extra_the_picture_alone_is_missing(
         (["--twin", "{run}", "--tasks", "mqar,copy"], "--twin would be ignored (no task of mqar, copy reads it)"),
         (["--twin", "{nowhere}"], "--twin="),
         (["--twin", "{here}"], "--twin="),
-        (["--twin", "{run}"], "is no dense twin of the model: its layer 0 is not dense"),
+        (["--twin", "{run}"], "is no dense twin of the model (it has 2 NSA layers)"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(

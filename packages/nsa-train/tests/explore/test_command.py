@@ -138,11 +138,9 @@ def test_a_dense_model_is_refused(explore: Explore, saved: Callable[..., Path]) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.attention=dense", "model.n_layers=3"], "has 3 layers, CHECKPOINT has 2"),
-        (["model.attention=dense", "model.vocab_size=300"], "has 300 ids in the vocabulary, CHECKPOINT has 258"),
-        (["model.attention=dense", "model.n_kv_heads=2"], "has 2 KV heads, CHECKPOINT has 1"),
-        (["model.attention=dense", "train.seq_len=16"], "is meant for 16 tokens, the text has 32"),
-        ([], "has 2 NSA layers (attention over all keys is what is shown); name the dense twin"),
+        (["model.attention=dense", "model.dim=48"], "it has width 48, the model 32"),
+        (["model.attention=dense", "train.seq_len=16"], "it is meant for 16 tokens, the longest text has 32"),
+        ([], "it has 2 NSA layers"),
     ],
 )
 def test_another_twin_is_refused(overrides: list[str], message: str, explore: Explore, saved: Callable[..., Path]) -> None:

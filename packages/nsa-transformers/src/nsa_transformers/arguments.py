@@ -1,8 +1,10 @@
 """Arguments of `forward` and `generate` that a model of NSA cannot take, refused by name."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa_core.errors import InputError
@@ -10,6 +12,14 @@ from nsa_transformers.cache import NSAModelCache
 
 WORKING_CACHES = (None, "dynamic", "static")
 """The values of `cache_implementation` that `generate` takes."""
+CALLERS = (
+    *("output_attentions", "return_dict", "cache_position", "num_items_in_batch", "ignore_index", "shift_labels"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_first_iteration"),
+)
+"""Keywords of `forward` beyond its signature that generation, Trainer and its collators pass."""
+IGNORED = -100
+"""Label of a token that the loss leaves out."""
+INTEGERS = (torch.int32, torch.int64)
 
 
 def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
@@ -30,13 +40,73 @@ def require_no_attentions(asked: bool | None) -> None:
         )
 
 
-def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
-    """Raise InputError unless `ids` are None or `(B, S)`, and `embedded` tokens None or `(B, S, hidden_size)`."""
+def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
+    """Raise InputError unless `ids` are None or integers `(B, S)`, and `embedded` tokens None or `(B, S, hidden_size)`."""
     for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
+        if x is not None and not isinstance(x, Tensor):
+            raise InputError(f"{name} is a {type(x).__name__} (the layout is ({', '.join(layout)})); use torch.tensor({name})")
         if x is not None and x.dim() != len(layout):
             raise InputError(
                 f"{name} has shape {tuple(x.shape)} (the layout is ({', '.join(layout)}), a row for each sequence); use {name}.unsqueeze(0) for one"
             )
+    if ids is not None and ids.dtype not in INTEGERS:
+        raise InputError(f"input_ids is {ids.dtype} (ids are int32 or int64); use input_ids.long()")
+    if embedded is not None and embedded.shape[2] != hidden_size:
+        raise InputError(
+            f"inputs_embeds has width {embedded.shape[2]} (the model's hidden_size is {hidden_size}); use model.get_input_embeddings()(ids)"
+        )
+
+
+def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_keep: int | Tensor) -> None:
+    """Raise InputError unless `labels` are integers of the shape `(B, S)` of `tokens`, all logits stay, and (on a CPU) the ids are known."""
+    if labels.shape != tokens.shape[:2] or labels.dtype != torch.int64:
+        raise InputError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)} (a token's label is its own id, int64 {tuple(tokens.shape[:2])}: the loss "
+            "shifts them); use input_ids.clone(), with -100 where a token does not count"
+        )
+    if not isinstance(logits_to_keep, int) or logits_to_keep:
+        raise InputError(
+            f"logits_to_keep={logits_to_keep} came with labels (the loss needs the logits of all tokens); leave one of them out"
+        )
+    is_wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
+    if labels.device.type == "cpu" and bool(is_wrong.any()):
+        raise InputError(
+            f"labels hold {int(labels[is_wrong][0])} (the vocabulary has ids 0 .. {vocab_size - 1}, and {IGNORED} marks what does not count); "
+            "use the tokenizer of this model"
+        )
+
+
+def require_cache_position(positions: Tensor | None, past: int, num_tokens: int) -> None:
+    """Raise InputError unless `positions` `(S,)`, if given, are the columns `past` .. past + S - 1."""
+    if positions is None:
+        return
+    expected = torch.arange(past, past + num_tokens, device=positions.device)
+    if positions.shape != expected.shape or bool((positions != expected).any()):
+        raise InputError(
+            f"cache_position is {positions.tolist()[:4]} ... (after {past} tokens, the next are at {past} .. {past + num_tokens - 1}); leave it out"
+        )
+
+
+def warn_of_ignored(keywords: Mapping[str, Any]) -> None:
+    """Warn of `keywords` of a `forward` that no part of the model reads, and that nothing in Transformers passes by itself."""
+    if ignored := sorted(name for name, value in keywords.items() if value is not None and name not in CALLERS):
+        warnings.warn(f"forward ignores {', '.join(ignored)} (no argument of this model); leave it out", stacklevel=3)
+
+
+def require_mask_of(mask: Any, tokens: Tensor) -> None:
+    """Raise InputError unless `mask` has the shape `(B, S)` of the prompts `tokens`."""
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise InputError(
+            f"attention_mask has {found} (the layout is (B, S) = {tuple(tokens.shape[:2])}, 1 where a token of the prompts is valid); "
+            "use the mask of the tokenizer"
+        )
+
+
+def require_cache_used(cache: Any, use_cache: bool | None) -> None:
+    """Raise InputError if `use_cache=False` would leave the tokens in `cache` out."""
+    if cache is not None and use_cache is False:
+        raise InputError("use_cache=False came with past_key_values (the tokens that it holds would be left out); leave one of them out")
 
 
 def require_left_padding(mask: Tensor | None) -> None:

@@ -1,6 +1,9 @@
 """The SHA-256 of a safetensors file's data, in the file's metadata: copies keep it, rewritten files lose it."""
 
 import hashlib
+import json
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +28,28 @@ def seal(file: Path) -> None:
             raise InputError(f"{file} was not written with the metadata that a checksum completes ({UNSEALED}); write it with them")
         opened.seek(0)
         opened.write(header.replace(empty, filled))
+
+
+def seal_copy(file: Path) -> None:
+    """Replace `file`, whose metadata are any, by a copy with the SHA-256 in its header. The directory needs room for the copy.
+
+    A header that grows moves the data. A process that reads `file` meanwhile finds the old one or the new one, whole.
+    """
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with file.open("rb") as source, aside.open("wb") as target:
+            content = json.loads(_header(source)[8:])
+            content["__metadata__"] = {**content.get("__metadata__", {}), **UNSEALED}
+            header = json.dumps(content, separators=(",", ":")).encode()
+            # data begin at a multiple of 8 bytes
+            header += b" " * (-len(header) % 8)
+            target.write(len(header).to_bytes(8, "little") + header)
+            shutil.copyfileobj(source, target, 2**20)
+        seal(aside)
+        shutil.copymode(file, aside)
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def require_undamaged(files: Iterable[Path]) -> None:

@@ -17,26 +17,31 @@ from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
 from nsa_core.errors import InputError
 from nsa_transformers.arguments import (
     require_batch,
+    require_cache_position,
+    require_cache_used,
     require_known_ids,
+    require_labels,
     require_left_padding,
+    require_mask_of,
     require_new_tokens,
     require_no_attentions,
     require_own_cache,
     require_own_drafts,
     require_positions_of_packing,
     require_working_cache,
+    warn_of_ignored,
 )
 from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
 from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
-from nsa_transformers.weights import Loaded
+from nsa_transformers.weights import Stored
 
 
 class NSABlock(GradientCheckpointingLayer, Block):
     """A layer of the decoder; with `gradient_checkpointing_enable` it is recomputed in the backward pass."""
 
 
-class NSAPreTrainedModel(Loaded, PreTrainedModel):
+class NSAPreTrainedModel(Stored, PreTrainedModel):
     """Base class of NSA models: loading, saving and generation settings."""
 
     config_class = NSAModelConfig
@@ -114,7 +119,10 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
-        require_batch(input_ids, inputs_embeds)
+        require_batch(input_ids, inputs_embeds, self.config.hidden_size)
+        require_cache_used(past_key_values, use_cache)
+        if not torch.compiler.is_compiling():
+            warn_of_ignored(kwargs)
         if input_ids is not None:
             self._check_ids(input_ids)
         require_positions_of_packing(kwargs, position_ids)
@@ -122,9 +130,9 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
-        if past_key_values is not None:
-            self._check_cache(past_key_values)
-            cache = None if use_cache is False else past_key_values
+        cache = past_key_values
+        if cache is not None:
+            self._check_cache(cache)
         else:
             is_learning = torch.is_grad_enabled() and (self.training or has_labels)
             cache = NSAModelCache(self.config) if use_cache and not is_learning else None
@@ -133,6 +141,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
                     "use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out",
                     stacklevel=2,
                 )
+        self._check_columns(kwargs.get("cache_position"), cache, x)
         if cache is not None:
             return self._step(x, attention_mask, position_ids, cache, output_hidden_states)
         outputs, is_packed = self._whole(x, attention_mask, position_ids, output_hidden_states)
@@ -149,6 +158,11 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         """Raise InputError for ids beyond the vocabulary; only `generate` reads those on a GPU."""
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             require_known_ids(ids, self.config.vocab_size)
+
+    def _check_columns(self, columns: Tensor | None, cache: NSAModelCache | None, x: Tensor) -> None:
+        """Raise InputError for another `cache_position` than that of `x`; that of a single token on a GPU is not read."""
+        if columns is not None and not torch.compiler.is_compiling() and (x.shape[1] > 1 or x.device.type == "cpu"):
+            require_cache_position(columns, 0 if cache is None else int(cache.get_seq_length()), x.shape[1])
 
     def _check_cache(self, cache: Any) -> None:
         require_own_cache(cache, self._described)
@@ -255,6 +269,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and tokens is not None and not torch.compiler.is_compiling():
+            require_labels(labels, tokens, self.config.vocab_size, logits_to_keep)
         outputs = super().forward(
             input_ids,
             attention_mask,
@@ -264,8 +281,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             use_cache,
             has_labels=labels is not None,
             output_hidden_states=output_hidden_states,
-            output_attentions=kwargs.pop("output_attentions", None),
-            return_dict=True,
+            **{**kwargs, "return_dict": True},
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -287,14 +303,19 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
         require_own_drafts(kwargs.get("assistant_early_exit", given.assistant_early_exit))
-        ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
-        if mask is not None:
+        ids, mask, embedded = (
+            kwargs.get("input_ids") if inputs is None else inputs,
+            kwargs.get("attention_mask"),
+            kwargs.get("inputs_embeds"),
+        )
+        require_batch(ids, embedded, self.config.hidden_size)
+        if mask is not None and (tokens := ids if embedded is None else embedded) is not None:
+            require_mask_of(mask, tokens)
             require_marks(mask)
-        if isinstance(ids, Tensor):
-            require_batch(ids, kwargs.get("inputs_embeds"))
+        if ids is not None:
             require_known_ids(ids, self.config.vocab_size)
-            is_empty = ids.shape[1] == 0 or (mask is not None and mask.dim() == 2 and bool((mask == 0).all(1).any()))
-            if is_empty and kwargs.get("inputs_embeds") is None:
+            is_empty = ids.shape[1] == 0 or (mask is not None and bool((mask == 0).all(1).any()))
+            if is_empty and embedded is None:
                 raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
             require_new_tokens(kwargs.get("past_key_values"), ids)
         return super().generate(inputs, *args, **kwargs)

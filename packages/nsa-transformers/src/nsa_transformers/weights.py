@@ -1,6 +1,8 @@
-"""Load weights: only from safetensors, and exactly the model's tensors."""
+"""Load weights: only from safetensors, and exactly the model's tensors. Save them with checksums."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,18 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
-from nsa_transformers.checksums import require_undamaged
+from nsa_transformers.checksums import KEY, require_undamaged, seal_copy
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
+"""Names of the files of weights that `save_pretrained` writes; those of an adapter are others."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 
 
-class Loaded:
-    """Mixin of a `PreTrainedModel` whose `from_pretrained` refuses checkpoints that it cannot load completely."""
+class Stored:
+    """Mixin of a `PreTrainedModel`: `from_pretrained` refuses what it cannot load completely, `save_pretrained` writes checksums."""
 
     config_class: Any
 
@@ -61,9 +65,48 @@ class Loaded:
         require_tied(model, str(folder))
         return (model, info) if wants_info else model
 
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Write the model to a folder; see `PreTrainedModel.save_pretrained`. Each file of weights, of an adapter excepted, has a checksum.
+
+        Of weights in one file that shards replace, the file is removed: it would be loaded in their place.
+        """
+        before = modified(Path(save_directory))
+        parent: Any = super()
+        parent.save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        if is_main_process and (is_alone or torch.distributed.get_rank() == 0):
+            complete_save(Path(save_directory), before)
+
+    def _upload_modified_files(
+        self, working_dir: Any, repo_id: str, files_timestamps: Mapping[str, float], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Upload what a save has written; `save_pretrained(push_to_hub=True)` does so before it returns."""
+        complete_save(Path(working_dir), files_timestamps)
+        parent: Any = super()
+        return parent._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: every saved configuration names its classes, in a module of three lines."""
+
+
+def modified(folder: Path) -> dict[str, float]:
+    """Return name -> time of the last change of the files in `folder`; empty if there is none."""
+    return {path.name: path.stat().st_mtime for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+
+
+def complete_save(folder: Path, before: Mapping[str, float]) -> None:
+    """Give checksums to the files of weights in `folder` that are not as `before`, and remove a single file that they replace."""
+    now = modified(folder)
+    for name in sorted(name for name, time in now.items() if before.get(name) != time):
+        if found := SAVED.fullmatch(name):
+            with safe_open(folder / name, "pt") as opened:
+                is_sealed = KEY in (opened.metadata() or {})
+            if not is_sealed:
+                seal_copy(folder / name)
+            single = f"{found['name']}.safetensors"
+            if found["shard"] and before.get(single) == now.get(single):
+                (folder / single).unlink(missing_ok=True)
 
 
 def require_architecture(config: Any, *others: str) -> None:

@@ -27,6 +27,10 @@ LEARNED_WITH = (
 THIS_RECIPE = "this recipe"
 
 
+Version = tuple[int, int, int]
+"""Size, time of the last change and inode of a file."""
+
+
 class InitialWeights(NamedTuple):
     """Verified weights that fit a run and are not read yet."""
 
@@ -38,6 +42,12 @@ class InitialWeights(NamedTuple):
     """Differences between their model and the run's, one line each."""
     read: Callable[[], dict[str, Tensor]]
     """Returns name -> weight, float32."""
+    verified: dict[Path, Version]
+    """The files that hold them -> what those were when they were verified."""
+
+    def is_current(self) -> bool:
+        """Return True if no file has changed since it was verified."""
+        return all(path.is_file() and _version(path) == version for path, version in self.verified.items())
 
 
 def initial_weights(config: RunConfig) -> InitialWeights:
@@ -53,25 +63,37 @@ def initial_weights(config: RunConfig) -> InitialWeights:
         raise ConfigError(f"train.init_from={config.train.init_from!r}: {error}") from None
 
 
-def initialize(model: nn.Module, config: RunConfig) -> None:
+def initialize(model: nn.Module, config: RunConfig, verified: InitialWeights | None = None) -> None:
     """Load the weights that `train.init_from` names into `model`. A collective; only rank 0 reads the files.
+
+    `verified`: what `initial_weights` returned on rank 0; without it, or where a file has changed since, the weights are verified here.
 
     Raises:
         ConfigError: on all ranks, as `initial_weights`.
     """
-    fill_weights(model, lambda targets: initial_weights(config).read())
+
+    def read(_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return (verified if verified and verified.is_current() else initial_weights(config)).read()
+
+    fill_weights(model, read)
+
+
+def _version(path: Path) -> Version:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _of_checkpoint(path: Path, config: RunConfig) -> InitialWeights:
     checkpoint = open_checkpoint(path)
+    file = checkpoint.path / MODEL
     learned = unstructure(checkpoint.config)
     _require_sharing(_sparse_kv(learned), config)
     advice = f"use the sizes of {checkpoint.path / CONFIG}"
-    require_forms(checkpoint.path / MODEL, undrawn_weights(config), of=THIS_RECIPE, advice=advice)
+    require_forms(file, undrawn_weights(config), of=THIS_RECIPE, advice=advice)
     notes, tokenizer = _differing(learned, config), checkpoint.config.data.tokenizer
     if tokenizer != config.data.tokenizer:
         notes.append(f"those weights learned the ids of data.tokenizer={tokenizer!r}, and this run reads {config.data.tokenizer!r}")
-    return InitialWeights(checkpoint.path, checkpoint.step, notes, lambda: read_tensors(checkpoint.path / MODEL))
+    return InitialWeights(checkpoint.path, checkpoint.step, notes, lambda: read_tensors(file), {file: _version(file)})
 
 
 def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
@@ -82,7 +104,7 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
     notes, separator = _differing(learned, config), special_ids(config.data)[0]
     if not ends_with(found, separator):
         notes.append(f"those weights end texts with id {found.eos_token_id}, and this run with {separator}")
-    return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files))
+    return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files), {file: _version(file) for file in files})
 
 
 def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> list[str]:

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from nsa_core import BlockGeometry
 from nsa_core.decoder import Decoder
-from nsa_core.dense_attention import DenseAttention
 from nsa_core.selection_loss import block_mass
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint.models import OpenedModel
-from nsa_train.data.tokenizer import reads_alike
 from nsa_train.evaluation.figures import Figure
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
@@ -111,29 +109,6 @@ def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
     """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 is no block."""
     chosen = block_indices.long()
     return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
-
-
-def twin_problems(subject: Subject, twin: OpenedModel) -> list[str]:
-    """Return why the attention of `twin` cannot be compared with the layers of the model."""
-    own, other = subject.decoder, twin.decoder
-    if len(own.blocks) != len(other.blocks):
-        return [f"it has {len(other.blocks)} layers, the model {len(own.blocks)}"]
-    found, blocks = list[str](), list[Any](other.blocks)
-    for index, layer in subject.choosing_layers.items():
-        theirs = blocks[index].attention
-        heads = layer.config.num_heads, layer.config.num_kv_heads
-        if not isinstance(theirs, DenseAttention):
-            found.append(f"its layer {index} is not dense")
-        elif (theirs.heads, theirs.kv_heads) != heads:
-            found.append(
-                f"its layer {index} has {theirs.heads} heads and {theirs.kv_heads} KV heads, the model's {heads[0]} and {heads[1]}"
-            )
-    sizes = [decoder.embedding.weight.shape[0] for decoder in (own, other)]
-    if sizes[0] != sizes[1]:
-        found.append(f"its vocabulary has {sizes[1]:,} ids, the model's {sizes[0]:,}")
-    elif not subject.reads_ids and not reads_alike(subject.opened.tokenizer, twin.tokenizer):
-        found.append("it has another tokenizer, whose ids mean other text")
-    return found
 
 
 def _sequences(subject: Subject) -> list[Tensor]:

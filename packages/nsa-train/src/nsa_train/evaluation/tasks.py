@@ -6,8 +6,10 @@ import torch
 from attrs import frozen
 
 from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.checkpoint.twins import require_twin
+from nsa_train.data.tokenizer import reads_alike
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.blocks import block_recall, twin_problems
+from nsa_train.evaluation.blocks import block_recall
 from nsa_train.evaluation.figures import Figure
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
@@ -102,8 +104,10 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
         raise ConfigError.of(problems)
     for name, reason in ((name, reason) for name, reasons in against.items() for reason in reasons if not subject.options.tasks):
         say(f"{name} is left out: it {reason}")
-    if problems := [*_ignored(subject, twin, chosen)] or _broken_twin(subject, twin):
+    if problems := [*_ignored(subject, twin, chosen)]:
         raise ConfigError.of(problems)
+    if twin is not None:
+        _require_twin(subject, twin)
     if any(TASKS[name].reads_documents for name in chosen):
         # unreadable data is refused before anything is computed
         _ = subject.held_out
@@ -135,14 +139,9 @@ def _broken_model(subject: Subject) -> Iterator[str]:
         yield f"--symbols={options.symbols} needs {3 * options.symbols:,} ids (the tokenizer has {num_ids:,}); use --symbols {num_ids // 3}"
 
 
-def _broken_twin(subject: Subject, twin: OpenedModel | None) -> list[str]:
-    if twin is None:
-        return []
-    reasons = twin_problems(subject, twin)
-    longest = max(map(len, subject.documents))
-    if longest > twin.max_position:
-        reasons.append(f"it has {twin.max_position:,} positions, the longest document {longest:,} tokens")
-    return [f"--twin={str(twin.path)!r} is no dense twin of the model: {reason}; name a dense model of its shape" for reason in reasons]
+def _require_twin(subject: Subject, twin: OpenedModel) -> None:
+    alike = subject.reads_ids or reads_alike(subject.opened.tokenizer, twin.tokenizer)
+    require_twin(twin, subject.opened, num_tokens=max(map(len, subject.documents)), reads_alike=alike)
 
 
 @torch.inference_mode()

@@ -8,9 +8,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from nsa_core.dense_attention import DenseAttention
-from nsa_core.module import NativeSparseAttention
 from nsa_train.checkpoint.models import OpenedModel, open_model
+from nsa_train.checkpoint.twins import require_twin
 from nsa_train.errors import ConfigError
 from nsa_train.explore.collect import collect_layers
 from nsa_train.explore.page import packed_bytes, page_of, write_json
@@ -53,7 +52,8 @@ def explore_text(asked: Asked, *, say: Say) -> list[str]:
     twin = None
     if asked.twin is not None:
         twin = open_model(asked.twin, say=say)
-        _require_twin(twin, opened, asked, content, len(ids))
+        alike = torch.equal(token_ids(content, twin.tokenizer, asked.text)[: len(ids)], ids)
+        require_twin(twin, opened, num_tokens=len(ids), reads_alike=alike)
     _require_room(opened, asked, len(ids))
     layers = collect_layers(opened.decoder, ids, twin=None if twin is None else twin.decoder)
     found = Exploration(
@@ -104,45 +104,6 @@ def _checked_ids(content: bytes, opened: OpenedModel, asked: Asked) -> Tensor:
             f"--text={str(asked.text)!r} has {len(ids):,} tokens (the model is meant for {most:,} at most); use --tokens {most} for the first ones"
         )
     return ids[: asked.tokens]
-
-
-def _require_twin(twin: OpenedModel, opened: OpenedModel, asked: Asked, content: bytes, num_tokens: int) -> None:
-    """Raise ConfigError, with a line for each difference, if `twin` is not a dense twin of the model."""
-    sizes = {"layers": _num_layers, "ids in the vocabulary": _vocab_size, "KV heads": _kv_heads}
-    problems = [
-        f"--twin={str(asked.twin)!r} has {size(twin)} {name}, CHECKPOINT has {size(opened)} (they are compared one by one)"
-        for name, size in sizes.items()
-        if size(twin) != size(opened)
-    ]
-    sparse = twin.decoder.sparse_layers
-    if sparse:
-        problems.append(f"--twin={str(asked.twin)!r} has {len(sparse)} NSA layers (attention over all keys is what is shown)")
-    if twin.max_position < num_tokens:
-        problems.append(f"--twin={str(asked.twin)!r} is meant for {twin.max_position:,} tokens, the text has {num_tokens:,}")
-    if not problems and not _reads_alike(twin, opened, asked, content, num_tokens):
-        problems.append(f"--twin={str(asked.twin)!r} has another tokenizer (the text becomes other tokens)")
-    if problems:
-        advice = "; name the dense twin of the same recipe (model.attention='dense'), or leave --twin out"
-        raise ConfigError.of([problem + advice for problem in problems])
-
-
-def _reads_alike(twin: OpenedModel, opened: OpenedModel, asked: Asked, content: bytes, num_tokens: int) -> bool:
-    here, there = (token_ids(content, model.tokenizer, asked.text)[:num_tokens] for model in (opened, twin))
-    return torch.equal(here, there)
-
-
-def _num_layers(opened: OpenedModel) -> int:
-    return len(opened.decoder.blocks)
-
-
-def _vocab_size(opened: OpenedModel) -> int:
-    return opened.decoder.embedding.num_embeddings
-
-
-def _kv_heads(opened: OpenedModel) -> int:
-    attention = opened.decoder.blocks[0].attention
-    assert isinstance(attention, NativeSparseAttention | DenseAttention)
-    return attention.config.num_kv_heads if isinstance(attention, NativeSparseAttention) else attention.kv_heads
 
 
 def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train.checkpoint.claim import claimed_by_another
+from nsa_train.checkpoint.initial import InitialWeights
 from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_point
 from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.writer import refused_by_disk
@@ -29,10 +30,11 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         TrainError: if the run ended before its last step; its `exit_code` says how.
     """
     warnings: list[str] = []
+    initial: InitialWeights | None = None
     if not is_under_torchrun():
         resume = settled_resume(out, resume)
         # before a device is used: preflight reports everything that is missing at once
-        check_start(config, out, resuming=resume is not None, say=warnings.append)
+        initial = check_start(config, out, resuming=resume is not None, say=warnings.append)
     if config.train.deterministic:
         # cuBLAS reads it when it starts, and then repeats its sums exactly
         ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -47,7 +49,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
             resume = AUTO
         if is_under_torchrun():
             resume = world.from_main(settled_resume(out, resume))
-            world.on_main(
+            initial = world.on_main(
                 lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
             )
         for line in warnings:
@@ -64,7 +66,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         display.note(introduced(config))
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
         try:
-            metrics = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued).run()
+            metrics = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued, initial=initial).run()
         except OSError as error:
             raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
         if world.is_main:
@@ -93,8 +95,8 @@ def check_free(out: Path) -> None:
 
 def check_start(
     config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None], world_sizes: Sequence[int] | None = None
-) -> None:
-    """Check all rules of a run, and report warnings. `world_sizes`: as for `run_preflight`.
+) -> InitialWeights | None:
+    """Check all rules of a run, report warnings, and return the verified weights of `train.init_from`. `world_sizes`: as for `run_preflight`.
 
     Raises:
         ConfigError: with a line for each rule that does not hold.
@@ -104,6 +106,7 @@ def check_start(
     findings.require()
     for line in findings.warned:
         say(f"warn: {line}")
+    return findings.initial
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.selection_loss import NUM_SAMPLES
-from nsa_train.checkpoint.initial import initialize
+from nsa_train.checkpoint.initial import InitialWeights, initialize
 from nsa_train.checkpoint.resuming import restore
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.checkpoint.snapshot import capture
@@ -81,10 +81,12 @@ class Trainer:
         world: World,
         resume: Checkpoint | None = None,
         is_continued: bool = False,
+        initial: InitialWeights | None = None,
     ) -> None:
         """Draw the weights or read those of `resume`, and open the records in `out_dir`.
 
         `is_continued`: the directory holds records of an earlier start, even if it left no checkpoint.
+        `initial`: the weights of `train.init_from`, which rank 0 has verified.
         """
         self.config, self.display, self.world = config, display, world
         self.device, train = world.device, config.train
@@ -120,7 +122,7 @@ class Trainer:
         # sharding replaces the parameters, so code that reads parameters comes after
         self.strategy = STRATEGIES[train.strategy](self.model, world)
         if config.train.init_from and not resume:
-            initialize(self.model, config)
+            initialize(self.model, config, initial)
         self.watch = GradientWatch(self.model, last_step=train.steps, world=world)
         self.optimizer = build_optimizer(self.model, train)
         self.scaler = torch.amp.GradScaler(self.device.type) if train.precision == "fp16" else None

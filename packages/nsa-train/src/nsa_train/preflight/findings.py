@@ -5,6 +5,7 @@ from typing import Any
 
 from attrs import field, mutable
 
+from nsa_train.checkpoint.initial import InitialWeights
 from nsa_train.errors import ConfigError
 
 
@@ -21,6 +22,8 @@ class Preflight:
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0
     """The estimated peak memory of a process."""
+    initial: InitialWeights | None = None
+    """The verified weights of `train.init_from`, so that the run need not verify them again."""
 
     def lines(self) -> Iterator[str]:
         """Return each line of every finding with its mark `ok`, `needs`, `warn` or `FAIL` before it, failures last."""

@@ -65,7 +65,7 @@ def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -
     if config.train.init_from is None or resuming:
         return
     try:
-        weights = initial_weights(config)
+        findings.initial = weights = initial_weights(config)
     except ConfigError as error:
         findings.failed.append(str(error))
         return
