@@ -74,6 +74,20 @@ def import_problem(module: str) -> str | None:
     return None
 
 
+def limits_of_fla(geometry: BlockGeometry, group_size: int, device: torch.device) -> list[str]:
+    """Return why `fla.ops.nsa` cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
+    problem, count = import_problem("fla.ops.nsa"), geometry.num_selected_blocks
+    found = [
+        (problem is not None, str(problem)),
+        *_shared_blocks(geometry),
+        (device.type != "cuda", "runs on a GPU only"),
+        (group_size < 16 or group_size & (group_size - 1) != 0, f"H/G = {group_size} (takes powers of 2 of at least 16)"),
+        ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
+        (count & (count - 1) != 0, f"n = {count} (takes powers of 2)"),
+    ]
+    return [reason for is_so, reason in found if is_so]
+
+
 @frozen
 class FlashLinearAttention:
     """`fla.ops.nsa.parallel_nsa` of flash-linear-attention: Triton kernels, on a GPU."""
@@ -81,21 +95,8 @@ class FlashLinearAttention:
     name: str = "flash-linear-attention"
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        """Return why it cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
-        geometry, size = case.geometry, case.shape.heads_per_group
-        problem = import_problem("fla.ops.nsa")
-        found = [
-            (problem is not None, str(problem)),
-            *_shared_blocks(geometry),
-            (device.type != "cuda", "runs on a GPU only"),
-            (size < 16 or size & (size - 1) != 0, f"H/G = {size} (takes powers of 2 of at least 16)"),
-            ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
-            (
-                geometry.num_selected_blocks & (geometry.num_selected_blocks - 1) != 0,
-                f"n = {geometry.num_selected_blocks} (takes powers of 2)",
-            ),
-        ]
-        return [reason for is_so, reason in found if is_so]
+        """Return why it cannot run."""
+        return limits_of_fla(case.geometry, case.shape.heads_per_group, device)
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
         """Return `parallel_nsa`; its window needs flash-attn with D_k = D_v, and is left out otherwise."""

@@ -80,6 +80,7 @@ class DecodeOptions:
         "total,append,attend"
     )
     baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
+    peers: Annotated[bool, Parameter(help="Time the steps of other packages that are installed as well.")] = True
 
 
 @Parameter(name="*")

@@ -29,6 +29,7 @@ from nsa_bench.cases import (
     dtype_of,
     find_device,
     geometry_text,
+    given,
     parse_geometry,
     parse_lengths,
     parse_names,
@@ -104,14 +105,14 @@ def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
     """
     device = find_device(options.device)
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
-    lengths = sorted(set(parse_lengths(options.lengths or (GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS))))
+    lengths = sorted(set(parse_lengths(given(options.lengths, GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS))))
     cases = tuple(
         Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in parse_shapes(options.shapes) for length in lengths
     )
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
     operations = parse_names("--operations", options.operations, OURS)
     installed = tuple(dict.fromkeys(one.name for one in RouteRecorder.of_installed().backends))
-    backends = parse_names("--backends", options.backends or ",".join(installed), installed)
+    backends = parse_names("--backends", given(options.backends, ",".join(installed)), installed)
     if options.seconds is not None and not options.seconds > 0:
         raise OptionError(f"--seconds={options.seconds:g} leaves no time (the rule: above 0); use 120")
     seconds = inf if options.seconds is None else options.seconds
