@@ -26,6 +26,7 @@ from nsa_bench.measurement import Timing, common_columns, describe_failure, free
 from nsa_bench.options import DecodeOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
+from nsa_bench.routes import check_name
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
 from nsa_core.backends.base import Keys, NewBlocks, Queries
@@ -137,6 +138,7 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
         for shape, batch, context in product(shapes, batches, contexts)
     )
     parts = parse_parts(options.parts)
+    check_name(options.backend)
     return DecodePlan(
         cases=cases, device=device, backend=options.backend, parts=parts, has_baselines=options.baseline, has_peers=options.peers
     )  # fmt: skip

@@ -32,7 +32,7 @@ from nsa_bench.measurement import (
 from nsa_bench.options import PrefillOptions
 from nsa_bench.reporting import GIB, number
 from nsa_bench.results import Output
-from nsa_bench.routes import RouteRecorder
+from nsa_bench.routes import RouteRecorder, check_name
 from nsa_core.attention import append_rows, attend, nsa_attention
 from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
@@ -115,6 +115,7 @@ def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
     lengths = parse_lengths(given(options.context, GPU_CONTEXT if is_gpu else CPU_CONTEXT), "--context")
     tiles = parse_lengths(given(options.tile, GPU_TILE if is_gpu else CPU_TILE), "--tile")
+    check_name(options.backend)
     cases = tuple(Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in shapes for length in lengths)
     return PrefillPlan(cases=cases, tiles=tiles, device=device, backend=options.backend)
 
