@@ -9,10 +9,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_bench import decode, decode_peers, measurement
+from nsa_bench import decode, measurement, peers
 from nsa_bench.decode import DecodeResult, DecodeStep, make_decode_plan, measure_peers
-from nsa_bench.decode_peers import DECODE_PEERS, FlashLinearAttentionStep, FlashNSAStep
 from nsa_bench.options import DecodeOptions
+from nsa_bench.peers import DECODE_PEERS, FlashLinearAttentionStep, FlashNSAStep
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -99,7 +99,7 @@ def test_flash_linear_attention_computes_the_step(
     library: str | None, context: int, fla: None, chosen: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = (library, dense) if library else ("cannot be imported (x)", None)
-    monkeypatch.setattr(decode_peers, "find_flash_attn", lambda: found)
+    monkeypatch.setattr(peers, "find_flash_attn", lambda: found)
     step = step_of(context, "32/2/16/8", "16/16/16/4/24")
     step.check()
     built = FlashLinearAttentionStep().build(step)

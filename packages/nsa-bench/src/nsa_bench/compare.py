@@ -29,10 +29,11 @@ from nsa_bench.measurement import (
     measure,
 )
 from nsa_bench.options import CompareOptions
+from nsa_bench.peers import import_problem, limits_of_fla, shared_blocks
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_core import BlockGeometry, nsa_attention
+from nsa_core import nsa_attention
 from nsa_core.compression import block_windows
 from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation
 from nsa_core.testing.sampled_rows import Sample, sample_rows
@@ -63,29 +64,6 @@ class Peer(Protocol):
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
         """Return its function for `case`."""
-
-
-def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, None if it can."""
-    try:
-        import_module(module)
-    except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
-        return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    return None
-
-
-def limits_of_fla(geometry: BlockGeometry, group_size: int, device: torch.device) -> list[str]:
-    """Return why `fla.ops.nsa` cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
-    problem, count = import_problem("fla.ops.nsa"), geometry.num_selected_blocks
-    found = [
-        (problem is not None, str(problem)),
-        *_shared_blocks(geometry),
-        (device.type != "cuda", "runs on a GPU only"),
-        (group_size < 16 or group_size & (group_size - 1) != 0, f"H/G = {group_size} (takes powers of 2 of at least 16)"),
-        ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
-        (count & (count - 1) != 0, f"n = {count} (takes powers of 2)"),
-    ]
-    return [reason for is_so, reason in found if is_so]
 
 
 @frozen
@@ -141,7 +119,7 @@ class NativeSparseAttentionPytorch:
         gathered_gib = gathered * case.shape.head_dims * case.dtype.itemsize / 2**30
         found = [
             (problem is not None, str(problem)),
-            *_shared_blocks(case.geometry),
+            *shared_blocks(case.geometry),
             (case.shape.head_dim_qk != case.shape.head_dim_v, "takes D_k = D_v only"),
             (gathered_gib > MAX_GATHERED_GIB, f"gathers {gathered_gib:.0f} GiB of keys and values (measured up to {MAX_GATHERED_GIB} GiB)"),
         ]
@@ -161,12 +139,6 @@ class NativeSparseAttentionPytorch:
 
 MAX_GATHERED_GIB = 16
 PEERS: tuple[Peer, ...] = (FlashLinearAttention(), NativeSparseAttentionPytorch())
-
-
-def _shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
-    """Return whether the blocks are others than the peers share, and what to say then."""
-    sizes = geometry.as_tuple()[:3]
-    return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
 
 
 def _bare_layer(package: Any, case: Case) -> Any:

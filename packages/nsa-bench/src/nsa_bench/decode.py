@@ -20,10 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
-from nsa_bench.decode_peers import DECODE_PEERS, DecodePeer
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
+from nsa_bench.peers import DECODE_PEERS, DecodePeer
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
 from nsa_bench.routes import check_name

@@ -1,6 +1,6 @@
-"""Decode steps of other packages over the caches of `nsa-bench decode`, where these are installed.
+"""Other packages, where they are installed: what keeps them out, and their decode steps over the caches of `nsa-bench decode`.
 
-Each peer gets the step's keys, values, queries and gates in a layout of its own; that copy is not part of its time. A step of a peer writes
+Each gets the step's keys, values, queries and gates in a layout of its own; that copy is not part of its time. A step of a peer writes
 no rows. Peers are compared, not judged: their error is that of the reference with our choice of blocks.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa_bench.baselines import find_flash_attn
-from nsa_bench.compare import import_problem, limits_of_fla
+from nsa_core import BlockGeometry
 from nsa_core.backends.base import Keys
 
 if TYPE_CHECKING:
@@ -22,6 +22,35 @@ if TYPE_CHECKING:
 
 PAGE = 128
 """Rows of a page of `flash_nsa`."""
+
+
+def import_problem(module: str) -> str | None:
+    """Return why `module` cannot be imported, None if it can."""
+    try:
+        import_module(module)
+    except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def limits_of_fla(geometry: BlockGeometry, group_size: int, device: torch.device) -> list[str]:
+    """Return why `fla.ops.nsa` cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
+    problem, count = import_problem("fla.ops.nsa"), geometry.num_selected_blocks
+    found = [
+        (problem is not None, str(problem)),
+        *shared_blocks(geometry),
+        (device.type != "cuda", "runs on a GPU only"),
+        (group_size < 16 or group_size & (group_size - 1) != 0, f"H/G = {group_size} (takes powers of 2 of at least 16)"),
+        ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
+        (count & (count - 1) != 0, f"n = {count} (takes powers of 2)"),
+    ]
+    return [reason for is_so, reason in found if is_so]
+
+
+def shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
+    """Return whether the blocks are others than the peers share, and what to say then."""
+    sizes = geometry.as_tuple()[:3]
+    return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
 
 
 class PeerStep(NamedTuple):
