@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from nsa_bench.baselines import BASELINES, _flash_attn_run, causal_block_mask, find_baseline, parse_baselines
+from nsa_bench.baselines import BASELINES, _flash_attn_run, causal_block_mask, find_baseline, flash_attn_decode, parse_baselines
 from nsa_bench.cases import Case, head_shape
 from nsa_bench.errors import OptionError
 from nsa_core.reference import naive
@@ -69,6 +69,19 @@ def test_flash_attn_gets_equal_dimensions_where_it_needs_them(is_always_padded, 
         out = _flash_attn_run(function, is_always_padded=is_always_padded)(*inputs())
     assert seen == [(expected, 0.25, True)]
     assert tuple(out.shape) == (1, 20, 4, 8)
+
+
+def test_keys_are_split_where_flash_attn_takes_a_number_of_splits():
+    seen = []
+
+    def newer(q, k, v, *, causal, num_splits=1):
+        seen.append((causal, num_splits))
+
+    for call in flash_attn_decode("flash-attn-4", newer, *inputs()).values():
+        call()
+    assert seen == [(False, 1), (False, 0)]
+    assert list(flash_attn_decode("flash-attn-4", newer, *inputs())) == ["flash-attn-4", "flash-attn-4 split"]
+    assert list(flash_attn_decode("flash-attn-2", lambda q, k, v, causal: v, *inputs())) == ["flash-attn-2"]
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 256, 300, 1000])

@@ -18,6 +18,13 @@ def test_what_is_no_length_is_named(text):
         parse_lengths(text)
 
 
+def test_a_length_that_int32_does_not_hold_is_named():
+    assert parse_lengths("2147483647") == (2**31 - 1,)
+    for text in ("2147483648", "2048m", "99999999999999999999"):
+        with pytest.raises(OptionError, match=f"--lengths has '{text}' .*which int32 holds"):
+            parse_lengths(text)
+
+
 def test_every_bad_length_is_named_at_once():
     with pytest.raises(OptionError, match=r"'x'.*\n.*'y'"):
         parse_lengths("x,2k,y")

@@ -150,8 +150,9 @@ def test_a_wrong_choice_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["decode", *WORDS, "--context", "20", "--batch", "1", "--backend", "absent"]) == 1
-    assert "absent" in capsys.readouterr().out
+    # a name that is installed, and serves no step on a CPU
+    assert run_command(["decode", *WORDS, "--context", "20", "--batch", "1", "--backend", "flash_attn"]) == 1
+    assert "BackendUnavailableError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,9 @@ def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None
         (["--shapes", "4/2/15/8"], "D_k is even"),
         (["--geometry", "1/2"], "is not l/d/l'/n/w"),
         (["--parts", "total,slc"], "--parts has 'slc'"),
+        (["--backend", "absent"], "--backend='absent' is not installed"),
+        (["--context", ""], "--context has ''"),
+        (["--batch", ""], "--batch has ''"),
     ],
 )
 def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +176,6 @@ def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsy
 def test_every_option_and_column_is_on_the_reference_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text()
     plan = plan_of(context="20", batch="1")
-    names = [f"--{field.name}" for field in attrs.fields(DecodeOptions) if field.name != "baseline"]
+    names = [f"--{field.name}" for field in attrs.fields(DecodeOptions) if field.name not in ("baseline", "peers")]
     columns = list(decode.to_row(measure_case(plan.cases[0], plan), {}))
-    assert [name for name in (*names, "--no-baseline", *columns) if f"`{name}" not in page] == []
+    assert [name for name in (*names, "--no-baseline", "--no-peers", *columns) if f"`{name}" not in page] == []

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nsa_bench.cases import Case, head_shape, parse_geometry
-from nsa_bench.compare import PEERS, FlashLinearAttention, NativeSparseAttentionPytorch, import_problem
+from nsa_bench.compare import PEERS, FlashLinearAttention, NativeSparseAttentionPytorch
+from nsa_bench.peers import import_problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHARED = parse_geometry("64/64/64/16/512")

@@ -72,6 +72,28 @@ def test_a_file_that_is_named_twice_is_one_result(tmp_path: Path) -> None:
     assert [result.path for result in find_results([one, tmp_path])[0]] == [one]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "a.json"], "--out=a.json is a file that"),
+        (["--bundle", "a.json"], "--bundle=a.json is a file that"),
+        (["--bundle", "b.zip", "--tests", "tests.xml", "-o", "tests.xml"], "--out=tests.xml is a file that"),
+        (["-o", "x", "--bundle", "x"], "--bundle=x is a file that"),
+        (["-o", "page.html", "--bundle", "none/b.zip"], "No such file or directory: 'none/b.zip'"),
+    ],
+)
+def test_no_file_is_written_over_and_none_written_in_part(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tests.xml").write_text("mine")
+    before = write(tmp_path / "a.json", [{"a": 1}]).read_text()
+    assert run_command(["report", "a.json", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (Path("a.json").read_text(), Path("tests.xml").read_text()) == (before, "mine")
+    assert not Path("page.html").exists() or not Path("page.html").read_text()
+
+
 def test_the_archive_holds_what_its_list_says(tmp_path: Path) -> None:
     for name in ("x", "y"):
         (tmp_path / name).mkdir()

@@ -1,6 +1,7 @@
 """`nsa-bench thresholds` and `fa2-sweep`: least lengths and knees, from times."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import attrs
 import pytest
 import torch
 
-from nsa_bench import measurement
+from nsa_bench import measurement, thresholds
 from nsa_bench.cases import SHAPES, Case, parse_geometry
 from nsa_bench.cli import run_command
 from nsa_bench.fa2_sweep import curves_of, rate_of
-from nsa_bench.measurement import Direction, Measurement, Timing
+from nsa_bench.measurement import Direction, Job, Measurement, Setup, Timing
 from nsa_bench.options import SweepOptions, ThresholdOptions
 from nsa_bench.routes import RouteRecorder
 from nsa_bench.thresholds import Threshold, make_threshold_plan, thresholds_of, to_dict, write_table
@@ -152,6 +153,9 @@ def test_dense_attention_is_swept(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["thresholds", "--operations", "x"], "--operations has 'x'"),
         (["thresholds", "--backends", "absent"], "--backends has 'absent'"),
+        (["thresholds", "--seconds", "0"], "--seconds=0 leaves no time"),
+        (["thresholds", "--seconds", "-3"], "--seconds=-3 leaves no time"),
+        (["thresholds", "--seconds", "nan"], "--seconds=nan leaves no time"),
         (["fa2-sweep", "--head-dims", "0"], "--head-dims has '0'"),
         (["fa2-sweep", "--dtypes", "int8"], "--dtypes has 'int8'"),
         (["fa2-sweep", "--baseline", "none"], "--baseline=none leaves nothing to time"),
@@ -217,6 +221,110 @@ def test_routing_reads_what_the_verb_wrote(length: int, chosen: str, own_table: 
     )  # fmt: skip
     decision = explain_routing(request, registry=RouteRecorder.of_installed())
     assert decision.chosen == chosen, str(decision)
+
+
+class Clock:
+    """Time that passes while a backend is timed, and a list of what was timed."""
+
+    def __init__(self, ms: dict[str, dict[int, float]], seconds: float = 1.0) -> None:
+        self.now, self.seconds, self.ms = 100.0, seconds, ms
+        self.timed: list[tuple[str, int]] = []
+        self.jobs: list[Job] = []
+
+    def run_jobs(self, jobs: tuple[Job, ...], setup: Setup) -> Iterator[Measurement]:
+        [job] = jobs
+        assert not isinstance(setup.backend, str)
+        [(operation, name)] = setup.backend.items()
+        self.now += self.seconds
+        self.timed.append((name, job.case.seq_len))
+        self.jobs.append(job)
+        for direction in job.directions:
+            timing = Timing.of([self.ms[name][job.case.seq_len]])
+            yield Measurement(case=job.case, operation=operation, direction=direction, implementation=name, timing=timing)
+
+
+LENGTHS = (32, 64, 128, 256, 512)
+CLOCKED = ["thresholds", "--device", "cpu", "--operations", "win", "--no-backward", "--lengths", ",".join(map(str, LENGTHS))]
+
+
+@pytest.fixture
+def clocked(install: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], Clock]:
+    """Give a function that makes the command run by a clock; there are the backends `third` and `fourth`."""
+    install("third", WINDOW)
+    install("fourth", WINDOW.replace('"third"', '"fourth"'))
+
+    def clocked(clock: Clock) -> Clock:
+        monkeypatch.setattr(thresholds, "monotonic", lambda: clock.now)
+        monkeypatch.setattr(thresholds, "run_jobs", clock.run_jobs)
+        return clock
+
+    return clocked
+
+
+def by_length(*ms: float) -> dict[int, float]:
+    return dict(zip(LENGTHS, ms, strict=True))
+
+
+def test_a_backend_far_behind_is_left_out_at_longer_lengths(
+    clocked: Callable[[Clock], Clock], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the reference is 5 times as slow from 64 tokens on; `fourth` starts at 9 times and comes closer
+    ms = {"sdpa": by_length(1, 5, 9, 9, 9), "third": by_length(1, 1, 1, 1, 1), "fourth": by_length(9, 8, 6, 5, 0.5)}
+    clock, table = clocked(Clock(ms)), tmp_path / "t.json"
+    words = [*CLOCKED, "--shapes", "4/2/16/8", "--backends", "sdpa,third,fourth", "--write", str(table)]
+    assert run_command(words) == 0
+    assert [length for name, length in clock.timed if name == "sdpa"] == [32, 64]
+    assert [length for name, length in clock.timed if name == "fourth"] == list(LENGTHS)
+    assert "win fwd, 4/2/16/8: sdpa takes 5.0 times the best at 64 tokens" in capsys.readouterr().err
+    rows = {(row["backend"], row["against"]): (row["min_length"], row["max_length"]) for row in json.loads(table.read_text())["rows"]}
+    assert rows["third", "sdpa"] == (64, 64)
+    assert rows["fourth", "third"] == (512, 512)
+    # at a length the best one is timed first, and a slow call once
+    assert [name for name, length in clock.timed if length == 512] == ["third", "fourth"]
+    assert clock.jobs[-1].patience_ms[Direction.FORWARD] == 4.0
+    assert {job.max_count for job in clock.jobs} == {10}
+
+
+def test_one_that_is_left_alone_is_not_timed(clocked: Callable[[Clock], Clock]) -> None:
+    clock = clocked(Clock({"third": by_length(1, 1, 1, 1, 1), "fourth": by_length(5, 5, 5, 5, 5)}))
+    assert run_command([*CLOCKED, "--shapes", "4/2/16/8", "--backends", "third,fourth"]) == 0
+    assert clock.timed == [("fourth", 32), ("third", 32), ("third", 64), ("fourth", 64)]
+
+
+def test_it_stops_in_time_and_keeps_what_it_has(
+    clocked: Callable[[Clock], Clock], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ms, table = {"third": by_length(1, 1, 1, 1, 1), "fourth": by_length(2, 2, 2, 2, 2)}, tmp_path / "t.json"
+    words = [*CLOCKED, "--shapes", "4/2/16/8,2/2/8/8", "--backends", "third,fourth", "--write", str(table)]
+    # ten measurements of each shape
+    clock = clocked(Clock(ms))
+    assert run_command([*words, "--seconds", "14.5"]) == 0
+    assert len(clock.timed) == 15
+    assert "stopped after 14.5 s (--seconds)" in capsys.readouterr().err
+    # of the third length one backend alone was timed
+    assert written(table) == {"4/2/16/8": 512, "2/2/8/8": 64}
+    # a part does not replace more than it has, and a whole shape does
+    clocked(Clock(ms))
+    assert run_command([*words, "--seconds", "5.5"]) == 0
+    assert written(table) == {"4/2/16/8": 512, "2/2/8/8": 64}
+    clocked(Clock(ms))
+    assert run_command([word.replace("32,64,128,256,512", "32,64") for word in words]) == 0
+    assert written(table) == {"4/2/16/8": 64, "2/2/8/8": 64}
+
+
+def test_the_table_is_written_as_lengths_are_measured(clocked: Callable[[Clock], Clock], tmp_path: Path) -> None:
+    clock, table = clocked(Clock({"third": by_length(1, 1, 1, 1, 1), "fourth": {32: 2, 64: 2, 128: 2}})), tmp_path / "t.json"
+    # a crash at 256 tokens
+    with pytest.raises(KeyError):
+        run_command([*CLOCKED, "--shapes", "4/2/16/8", "--backends", "third,fourth", "--write", str(table)])
+    assert clock.timed[-1] == ("fourth", 256)
+    assert written(table) == {"4/2/16/8": 128}
+
+
+def written(table: Path) -> dict[str, int]:
+    """Return the longest length of each shape."""
+    assert read_table(table).problem is None
+    return {row["shape"]: row["max_length"] for row in json.loads(table.read_text())["rows"]}
 
 
 def test_a_file_that_is_no_table_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

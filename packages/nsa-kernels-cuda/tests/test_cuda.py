@@ -352,6 +352,9 @@ def test_the_properties_hold_of_flash_attention_on_drawn_shapes(name, check):
     @given(shape=shapes(packed=False), width=st.sampled_from((8, 16, 64)), data=st.data())
     def holds(shape: Shape, width: int, data: st.DataObject) -> None:
         shape = evolve(shape, head_dim_qk=width, head_dim_v=width)
+        if name == "flash_attn[cudnn]":
+            # it takes no shorter window
+            shape = evolve(shape, geometry=evolve(shape.geometry, window_size=max(shape.geometry.window_size, shape.total)))
         row = (data.draw(st.integers(0, shape.total - 1)),) if check == "causality" else ()
         FLASH_CHECKS[check](shape, *row, where)
 

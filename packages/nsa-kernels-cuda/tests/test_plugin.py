@@ -95,7 +95,7 @@ def test_the_entry_point_leads_to_the_plug_in():
 def test_it_offers_the_choice_the_decode_step_and_flash_attention():
     [loaded] = [each for each in load_plugins().loaded if each.name == "cuda"]
     names = [(backend.operation, backend.name) for backend in loaded.backends]
-    flash = ["flash_attn", "flash_attn[fa4]", "flash_attn[fa2]", "flash_attn[torch]"]
+    flash = ["flash_attn", "flash_attn[fa4]", "flash_attn[fa2]", "flash_attn[torch]", "flash_attn[cudnn]"]
     assert names == [
         (Operation.CHOOSE, "cuda"),
         (Operation.NSA, "cuda"),

@@ -7,6 +7,7 @@ padded with zeros, and that copy is part of their time.
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> 
 def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """Return dense attention of one query of each sequence, q `(B, H, D)`, over k, v `(B, T, G, D)`, by name.
 
-    A group's heads are the rows of one query tile, whose keys every kernel splits. For a kernel that needs D_k = D_v, values are stored
+    A group's heads are the rows of one query tile. For a kernel that needs D_k = D_v, values are stored
     as wide as keys; this copy is not part of its time.
     """
     # no copy if they already have this width
@@ -184,6 +185,12 @@ def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[
         return {"torch math": by_sdpa(SDPBackend.MATH, v)}
     found = {"torch flash": by_sdpa(SDPBackend.FLASH_ATTENTION, wide), "torch cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, v)}
     name, function = find_flash_attn()
-    if function is not None:
-        found[name] = partial(function, grouped.transpose(1, 2).contiguous(), k, wide, causal=False)
+    return found if function is None else found | flash_attn_decode(name, function, grouped.transpose(1, 2).contiguous(), k, wide)
+
+
+def flash_attn_decode(name: str, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the calls of a version of flash-attn by name; newer ones split keys only on request, and choose the number where it is 0."""
+    found: dict[str, Callable[[], object]] = {name: partial(function, q, k, v, causal=False)}
+    if "num_splits" in signature(function).parameters:
+        found[f"{name} split"] = partial(function, q, k, v, causal=False, num_splits=0)
     return found

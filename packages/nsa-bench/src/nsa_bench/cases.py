@@ -14,6 +14,8 @@ OURS = ("nsa", "cmp", "select", "slc", "win")
 """The operations that are measured: all of Eq. 5, then its parts."""
 DENSE = "dense"
 KIBI = 1024
+MOST_TOKENS = 2**31 - 1
+"""The most that an int32 holds, in which positions and lengths are kept."""
 LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
 """Default lengths on a GPU, in tokens."""
 CPU_LENGTHS = "256"
@@ -146,13 +148,18 @@ def dtype_of(name: str | None, device_type: str) -> torch.dtype:
     return DTYPES[name or ("bf16" if device_type == "cuda" else "fp32")]
 
 
+def given(text: str | None, default: str) -> str:
+    """Return `default` where an option was not given; an empty text was given."""
+    return default if text is None else text
+
+
 def lengths_of(text: str | None, device: torch.device) -> tuple[int, ...]:
     """Return the token counts of `--lengths`: by default those that `device` measures.
 
     Raises:
         OptionError: as `parse_lengths`.
     """
-    return parse_lengths(text or (LENGTHS if device.type == "cuda" else CPU_LENGTHS))
+    return parse_lengths(given(text, LENGTHS if device.type == "cuda" else CPU_LENGTHS))
 
 
 def parse_names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -196,10 +203,12 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     lengths, problems = [], []
     for part in text.split(","):
         number, unit = (part[:-1], units[part[-1]]) if part[-1:] in units else (part, 1)
-        if number.isdecimal() and int(number) > 0:
-            lengths.append(int(number) * unit)
-        else:
+        if not number.isdecimal() or int(number) < 1:
             problems.append(f"{option} has {part!r} (the rule: a whole number >= 1, k for 1024); use 2k,8k,64k")
+        elif int(number) * unit > MOST_TOKENS:
+            problems.append(f"{option} has {part!r} (the rule: at most {MOST_TOKENS}, which int32 holds); use 2k,8k,64k")
+        else:
+            lengths.append(int(number) * unit)
     if problems:
         raise OptionError.of(problems)
     return tuple(lengths)

@@ -29,10 +29,11 @@ from nsa_bench.measurement import (
     measure,
 )
 from nsa_bench.options import CompareOptions
+from nsa_bench.peers import import_problem, limits_of_fla, shared_blocks
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_core import BlockGeometry, nsa_attention
+from nsa_core import nsa_attention
 from nsa_core.compression import block_windows
 from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation
 from nsa_core.testing.sampled_rows import Sample, sample_rows
@@ -65,15 +66,6 @@ class Peer(Protocol):
         """Return its function for `case`."""
 
 
-def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, or None if it can."""
-    try:
-        import_module(module)
-    except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
-        return f"{module} cannot be imported ({type(error).__name__}: {error})"
-    return None
-
-
 @frozen
 class FlashLinearAttention:
     """`fla.ops.nsa.parallel_nsa` of flash-linear-attention: Triton kernels, on a GPU."""
@@ -81,21 +73,8 @@ class FlashLinearAttention:
     name: str = "flash-linear-attention"
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        """Return why it cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
-        geometry, size = case.geometry, case.shape.heads_per_group
-        problem = import_problem("fla.ops.nsa")
-        found = [
-            (problem is not None, str(problem)),
-            *_shared_blocks(geometry),
-            (device.type != "cuda", "runs on a GPU only"),
-            (size < 16 or size & (size - 1) != 0, f"H/G = {size} (takes powers of 2 of at least 16)"),
-            ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
-            (
-                geometry.num_selected_blocks & (geometry.num_selected_blocks - 1) != 0,
-                f"n = {geometry.num_selected_blocks} (takes powers of 2)",
-            ),
-        ]
-        return [reason for is_so, reason in found if is_so]
+        """Return why it cannot run."""
+        return limits_of_fla(case.geometry, case.shape.heads_per_group, device)
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
         """Return `parallel_nsa`; its window needs flash-attn with D_k = D_v, and is left out otherwise."""
@@ -140,7 +119,7 @@ class NativeSparseAttentionPytorch:
         gathered_gib = gathered * case.shape.head_dims * case.dtype.itemsize / 2**30
         found = [
             (problem is not None, str(problem)),
-            *_shared_blocks(case.geometry),
+            *shared_blocks(case.geometry),
             (case.shape.head_dim_qk != case.shape.head_dim_v, "takes D_k = D_v only"),
             (gathered_gib > MAX_GATHERED_GIB, f"gathers {gathered_gib:.0f} GiB of keys and values (measured up to {MAX_GATHERED_GIB} GiB)"),
         ]
@@ -160,12 +139,6 @@ class NativeSparseAttentionPytorch:
 
 MAX_GATHERED_GIB = 16
 PEERS: tuple[Peer, ...] = (FlashLinearAttention(), NativeSparseAttentionPytorch())
-
-
-def _shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
-    """Return whether the blocks differ from those that the peers support, and the message about it."""
-    sizes = geometry.as_tuple()[:3]
-    return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
 
 
 def _bare_layer(package: Any, case: Case) -> Any:

@@ -1,4 +1,4 @@
-"""`nsa-bench decode`: time one step over full caches, eager and by CUDA graph, and compare it with dense split-KV attention.
+"""`nsa-bench decode`: time one step over full caches, eager and by CUDA graph, and compare it with dense attention and other packages.
 
 A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
 random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong step gets no time.
@@ -19,12 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_bench.baselines import dense_decode_kernels
-from nsa_bench.cases import HeadShape, dtype_of, find_device, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
+from nsa_bench.peers import DECODE_PEERS, DecodePeer
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
+from nsa_bench.routes import check_name
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
 from nsa_core.backends.base import Keys, NewBlocks, Queries
@@ -71,6 +73,7 @@ class DecodePlan:
     backend: str
     parts: tuple[str, ...]
     has_baselines: bool
+    has_peers: bool
 
 
 @frozen(kw_only=True)
@@ -89,6 +92,12 @@ class DecodeResult:
     """Part -> time. Parts are total, append, attend, cmp, sel, win; the prefix "graph " means by CUDA graph."""
     dense: dict[str, float] = attrs.field(factory=dict)
     """Dense kernel -> time, with the same prefix."""
+    peers: dict[str, float] = attrs.field(factory=dict)
+    """Other package -> time, with the same prefix."""
+    peer_notes: tuple[str, ...] = ()
+    """Why other packages have no time, and remarks on those that have one."""
+    peer_errors: dict[str, float] = attrs.field(factory=dict)
+    """Other package -> error of its output."""
     notes: tuple[str, ...] = ()
     check_seconds: float = 0.0
     """Duration of the comparison, including the caches and the compilation of its kernels."""
@@ -97,7 +106,16 @@ class DecodeResult:
 
     def best_dense(self, way: str = "") -> float | None:
         """Return the least time of a dense kernel, eager or by graph ("graph ")."""
-        return min((time for name, time in self.dense.items() if name.startswith("graph ") == bool(way)), default=None)
+        return best_of(self.dense, way)
+
+    def best_peer(self, way: str = "") -> float | None:
+        """Return the least time of another package, as `best_dense`."""
+        return best_of(self.peers, way)
+
+
+def best_of(times: dict[str, float], way: str) -> float | None:
+    """Return the least time, eager or by graph ("graph ")."""
+    return min((time for name, time in times.items() if name.startswith("graph ") == bool(way)), default=None)
 
 
 def make_decode_plan(options: DecodeOptions) -> DecodePlan:
@@ -108,8 +126,8 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
-    contexts = parse_lengths(options.context or (GPU_CONTEXTS if is_gpu else CPU_CONTEXTS), "--context")
-    batches = parse_lengths(options.batch or (GPU_BATCHES if is_gpu else CPU_BATCHES), "--batch")
+    contexts = parse_lengths(given(options.context, GPU_CONTEXTS if is_gpu else CPU_CONTEXTS), "--context")
+    batches = parse_lengths(given(options.batch, GPU_BATCHES if is_gpu else CPU_BATCHES), "--batch")
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
     shapes = parse_shapes(options.shapes)
     odd = [shape for shape in shapes if shape.head_dim_qk % 2]
@@ -120,7 +138,10 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
         for shape, batch, context in product(shapes, batches, contexts)
     )
     parts = parse_parts(options.parts)
-    return DecodePlan(cases=cases, device=device, backend=options.backend, parts=parts, has_baselines=options.baseline)
+    check_name(options.backend)
+    return DecodePlan(
+        cases=cases, device=device, backend=options.backend, parts=parts, has_baselines=options.baseline, has_peers=options.peers
+    )  # fmt: skip
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
@@ -166,10 +187,35 @@ def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
             dense = dense_decode_kernels(step.queries.q[:, 0], step.slc.k, step.slc.v) if plan.has_baselines else {}
             times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
             dense_times, dense_notes = _times(dense, plan.device)
-            spent = time.perf_counter() - checked
-            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes), time_seconds=spent)
+            del dense
+            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes))
+            result = measure_peers(step, result) if plan.has_peers else result
+            result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))
+    return result
+
+
+def measure_peers(step: "DecodeStep", result: DecodeResult, peers: tuple[DecodePeer, ...] = DECODE_PEERS) -> DecodeResult:
+    """Return `result` with the times, errors and notes of other packages; a failure of one is a note."""
+    device = step.queries.q.device
+    for peer in peers:
+        remarks, times, errors = peer.reasons_against(step.case, device), dict[str, float](), dict[str, float]()
+        if not remarks:
+            free_cached_memory(device)
+            try:
+                built = peer.build(step)
+                errors[peer.name] = step.error_of(built.call(), built.window)
+                times, failed = _times({peer.name: built.call}, device)
+                is_other = result.limit is not None and not errors[peer.name] <= result.limit
+                remarks = [built.note] * bool(built.note) + ["not the result of the reference"] * is_other
+                remarks += [each.removeprefix(f"{peer.name}: ") for each in failed]
+            except Exception as error:  # noqa: BLE001 - as above
+                remarks = [describe_failure(error)]
+        notes = (f"{peer.name}: {'; '.join(remarks)}",) if remarks else ()
+        result = attrs.evolve(
+            result, peers=result.peers | times, peer_errors=result.peer_errors | errors, peer_notes=(*result.peer_notes, *notes)
+        )  # fmt: skip
     return result
 
 
@@ -281,10 +327,21 @@ class DecodeStep:
             limit=limit, near_ties=near_ties, reads_actual=actual, reads_expected=wanted,
         )  # fmt: skip
 
-    def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    def error_of(self, out: Tensor, window: Keys | None) -> float:
+        """Return the error of another package's output (B, H, D_v), whose sliding branch reads `window`, or which has none (None)."""
+        record = _Record()
+        self.attend(observers=(record,))
+        few = slice(min(CHECKED_SEQUENCES, self.case.batch))
+        gates = self.gates[few] if window is not None else self.gates[few] * self.gates.new_tensor([1, 1, 0])
+        expected, *_ = self._reference(few, record.block_indices[few], window or self.win, gates)
+        return max_error(out[few].unsqueeze(1), expected)
+
+    def _reference(
+        self, few: slice, chosen: Tensor, win: Keys | None = None, gates: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, int, int]:
         """Return Eq. 5 with the blocks that were chosen, in float64 and by MATH in the case's dtype; choices that differ as near ties, and wrongly.
 
-        It reads only the rows of the stores that the step's queries see.
+        It reads only the rows of the stores that the step's queries see. `win` and `gates` replace the step's own.
         """
         num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
         q = self.queries.q[few, 0].unflatten(1, (num_groups, -1))
@@ -317,8 +374,8 @@ class DecodeStep:
             near_ties += int(spread <= near_tie_margin(row.max(), self.case.dtype))
         of_blocks = chosen[:, 0].long().unsqueeze(-1) * size + torch.arange(size, device=q.device)
         *selected, _ = branch(self.slc, of_blocks.flatten(2))
-        *window, _ = branch(self.win, alike(torch.arange(last - self.geometry.window_size + 1, last + 1)))
-        gates = self.gates[few]
+        *window, _ = branch(win or self.win, alike(torch.arange(last - self.geometry.window_size + 1, last + 1)))
+        gates = self.gates[few] if gates is None else gates
         exact, by_torch = (gated_sum(gates.to(outs[0].dtype), *outs) for outs in zip(compressed, selected, window, strict=True))
         return exact, by_torch, near_ties, int(differs.sum()) - near_ties
 
@@ -337,6 +394,10 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
         "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "dtype": str(one.case.dtype).removeprefix("torch."),
         "ms_dense": one.best_dense(), "graph_ms_dense": one.best_dense("graph "),
         "dense": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.dense.items()),
+        "ms_peer": one.best_peer(), "graph_ms_peer": one.best_peer("graph "),
+        "peers": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.peers.items()),
+        "peer_errors": " ".join(f"{name.replace(' ', '_')}={error:.2e}" for name, error in one.peer_errors.items()),
+        "peer_notes": " | ".join(one.peer_notes),
         "error": one.error, "limit": one.limit, "near_ties": one.near_ties, "routes": one.routes, "reason": one.failure or "; ".join(one.notes),
         **common,
     }  # fmt: skip
@@ -360,6 +421,7 @@ def decode_table(results: list[DecodeResult]) -> Table:
         "from Python",
         "dense",
         "dense / step",
+        "peer",
         "error",
         title=f"decode, us a step{', by graph' if way else ''}",
     )
@@ -373,7 +435,8 @@ def decode_table(results: list[DecodeResult]) -> Table:
         step = figures[2]
         ratio = "-" if dense is None or step is None else f"{dense / step:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
-        table.add_row(Text(str(one.case)), *(Text(number(None if x is None else 1e3 * x)) for x in figures), ratio, error)
-    notes = dict.fromkeys(note for one in results for note in one.notes)
+        *own, peer = (Text(number(None if x is None else 1e3 * x)) for x in (*figures, one.best_peer(way)))
+        table.add_row(Text(str(one.case)), *own, ratio, peer, error)
+    notes = dict.fromkeys(note for one in results for note in (*one.notes, *one.peer_notes))
     table.caption = Text("\n".join(notes)) if notes else None
     return table

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nsa_bench.attention.run import run_jobs
 from nsa_bench.baselines import parse_baselines
-from nsa_bench.cases import DTYPES, Case, find_device, head_shape, lengths_of, parse_lengths, parse_names, visible_pairs
+from nsa_bench.cases import DTYPES, Case, find_device, given, head_shape, lengths_of, parse_lengths, parse_names, visible_pairs
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
 from nsa_bench.options import SweepOptions
@@ -59,7 +59,7 @@ def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
     Raises:
         OptionError: if options are invalid.
     """
-    dtypes = parse_names("--dtypes", options.dtypes or ("bf16,fp16" if device.type == "cuda" else "fp32"), tuple(DTYPES))
+    dtypes = parse_names("--dtypes", given(options.dtypes, "bf16,fp16" if device.type == "cuda" else "fp32"), tuple(DTYPES))
     baselines = parse_baselines(options.baseline)
     if not baselines:
         raise OptionError("--baseline=none leaves nothing to time; use flash")

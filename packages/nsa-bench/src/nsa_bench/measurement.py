@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from nsa_bench.cases import Case, geometry_text, visible_pairs
@@ -51,7 +51,7 @@ def time_call(call: Callable[[], object], device: torch.device, patience_ms: flo
     if first[0] > patience_ms:
         return Timing.of(first)
     count = int(BUDGET_MS / max(first[0], 1e-3))
-    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT if max_count is None else max_count), flushed))
+    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), max_count or MAX_COUNT, MAX_COUNT), flushed))
 
 
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -149,6 +149,10 @@ class Job:
     """False: the results are only compared, and the memory is measured."""
     is_replayed: bool = False
     """On a GPU, time CUDA graphs."""
+    max_count: int | None = None
+    """Maximum repetitions of a measurement; None: MAX_COUNT."""
+    patience_ms: Mapping[Direction, float] = field(factory=dict, hash=False)
+    """A call of ours that takes longer is timed once."""
 
 
 @frozen(kw_only=True)
@@ -305,7 +309,7 @@ def measure(
     dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
     total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)
     for one in checked:
-        patience = patience_ms.get(one.direction, float("inf"))
+        patience = patience_ms.get(one.direction, job.patience_ms.get(one.direction, float("inf")))
         yield (
             one
             if one.reason
@@ -332,7 +336,7 @@ def finish(
         if job.is_timed:
             if job.is_replayed and device.type == "cuda":
                 call = replay_of(call, device)
-            one = evolve(one, timing=time_call(call, device, patience_ms))
+            one = evolve(one, timing=time_call(call, device, patience_ms, job.max_count))
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         return evolve(one, reason=describe_failure(error))
     return one

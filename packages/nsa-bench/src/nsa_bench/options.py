@@ -80,6 +80,7 @@ class DecodeOptions:
         "total,append,attend"
     )
     baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
+    peers: Annotated[bool, Parameter(help="Time the steps of other packages that are installed as well.")] = True
 
 
 @Parameter(name="*")
@@ -123,6 +124,7 @@ class ThresholdOptions:
     backends: Annotated[str | None, Parameter(help="Some of the installed backends, by commas; all by default.")] = None
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backward: Backward = True
+    seconds: Annotated[float | None, Parameter(help="Begin no measurement after this many seconds; the results so far are kept.")] = None
     write: Annotated[
         tuple[Path, ...] | None,
         Parameter(

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.inputs import make_tensors
 from nsa_bench.measurement import (
@@ -32,7 +32,7 @@ from nsa_bench.measurement import (
 from nsa_bench.options import PrefillOptions
 from nsa_bench.reporting import GIB, number
 from nsa_bench.results import Output
-from nsa_bench.routes import RouteRecorder
+from nsa_bench.routes import RouteRecorder, check_name
 from nsa_core.attention import append_rows, attend, nsa_attention
 from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
@@ -113,8 +113,9 @@ def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
     shapes = parse_shapes(options.shapes)
     if odd := [shape for shape in shapes if shape.head_dim_qk % 2]:
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
-    lengths = parse_lengths(options.context or (GPU_CONTEXT if is_gpu else CPU_CONTEXT), "--context")
-    tiles = parse_lengths(options.tile or (GPU_TILE if is_gpu else CPU_TILE), "--tile")
+    lengths = parse_lengths(given(options.context, GPU_CONTEXT if is_gpu else CPU_CONTEXT), "--context")
+    tiles = parse_lengths(given(options.tile, GPU_TILE if is_gpu else CPU_TILE), "--tile")
+    check_name(options.backend)
     cases = tuple(Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in shapes for length in lengths)
     return PrefillPlan(cases=cases, tiles=tiles, device=device, backend=options.backend)
 

@@ -76,8 +76,8 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
     """Write a page of the result files at `paths`, files or folders, to `out`, and the archive `bundle`.
 
     Raises:
-        OptionError: if a path does not exist, a file is not a result, or there is no result at all.
-        OSError: if a file cannot be written.
+        OptionError: if a path does not exist, a file is not a result, there is no result at all, or a file would be written over.
+        OSError: if a file cannot be written; before anything is written.
     """
     results, others = find_results(paths)
     missing = [str(path) for path in tests if not path.is_file()]
@@ -85,6 +85,14 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
         raise OptionError(f"--tests={missing[0]} is no file (it goes into the archive as it is); name a report of tests")
     if tests and bundle is None:
         raise OptionError("--tests came without --bundle (reports of tests go into the archive); give --bundle FILE.zip")
+    taken = {path.resolve() for path in (*(result.path for result in results), *tests)}
+    for option, target in (("--out", out), ("--bundle", bundle)):
+        if target is None:
+            continue
+        if target.resolve() in taken:
+            raise OptionError(f"{option}={target} is a file that this command reads, or writes already; give another name")
+        target.open("ab").close()
+        taken.add(target.resolve())
     for path in others:
         output.say(f"{path} is no result of nsa-bench, and is left out")
     page = page_of(results)

@@ -58,6 +58,17 @@ def text_of(routes: Mapping[str, str]) -> str:
     return names.pop() if len(names) == 1 else ", ".join(f"{operation} {name}" for operation, name in routes.items())
 
 
+def check_name(name: str) -> None:
+    """Check that a plug-in has the backend of `--backend`.
+
+    Raises:
+        OptionError: if none has.
+    """
+    known = sorted({backend.name for backend in RouteRecorder.of_installed().backends})
+    if name not in ("auto", *known):
+        raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
+
+
 def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch.device) -> None:
     """Check that the `--backend` of a measurement can serve a part of it; `measured`: operations (some of OURS) and their cases.
 
@@ -68,11 +79,8 @@ def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch
     """
     if name == "auto":
         return
-    registry = RouteRecorder.of_installed()
-    known = sorted({backend.name for backend in registry.backends})
-    if name not in known:
-        raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
-    reasons: dict[str, None] = {}
+    check_name(name)
+    registry, reasons = RouteRecorder.of_installed(), dict[str, None]()
     for operation, case in measured:
         against = reasons_against(name, operation, case, device, registry)
         if not against:

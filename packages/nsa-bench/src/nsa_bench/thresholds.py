@@ -1,15 +1,18 @@
 """`nsa-bench thresholds`: find the length from which a kernel is 1.2 times as fast as the reference, or 1.05 times as fast as another kernel.
 
 A threshold is the shortest measured length from which the ratio holds at every longer measured length. Wrong results get no time, so
-they never set a threshold.
+they never set a threshold. Two backends are compared at the lengths at which both were timed. A backend far behind is not timed at longer
+lengths (`GIVE_UP`); one that is left without another to compare is not timed either.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, permutations, product
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import attrs
@@ -26,6 +29,7 @@ from nsa_bench.cases import (
     dtype_of,
     find_device,
     geometry_text,
+    given,
     parse_geometry,
     parse_lengths,
     parse_names,
@@ -44,6 +48,10 @@ from nsa_core.environment import dotted
 REFERENCE = "sdpa"
 MARGINS = {"reference": 1.2, "kernel": 1.05}
 """The ratios of speed that a kernel must reach against the reference, and against another kernel."""
+GIVE_UP = 4.0
+"""A backend that takes this many times the best one's time, and no fewer times than at the length before, is not timed at longer lengths."""
+ROUNDS = 10
+"""Maximum repetitions of a measurement. A call that takes GIVE_UP times the best median so far is timed once."""
 IDENTITY = (
     *("compute_capability", "operation", "direction", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "dtype", "geometry"),
     *("backend", "against"),
@@ -61,6 +69,8 @@ class ThresholdPlan:
     directions: tuple[Direction, ...]
     backends: tuple[str, ...]
     device: torch.device
+    seconds: float = inf
+    """No measurement begins later."""
 
 
 @frozen(kw_only=True)
@@ -95,15 +105,71 @@ def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
     """
     device = find_device(options.device)
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
-    lengths = sorted(set(parse_lengths(options.lengths or (GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS))))
+    lengths = sorted(set(parse_lengths(given(options.lengths, GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS))))
     cases = tuple(
         Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in parse_shapes(options.shapes) for length in lengths
     )
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
     operations = parse_names("--operations", options.operations, OURS)
     installed = tuple(dict.fromkeys(one.name for one in RouteRecorder.of_installed().backends))
-    backends = parse_names("--backends", options.backends or ",".join(installed), installed)
-    return ThresholdPlan(cases=cases, operations=operations, directions=directions, backends=backends, device=device)
+    backends = parse_names("--backends", given(options.backends, ",".join(installed)), installed)
+    if options.seconds is not None and not options.seconds > 0:
+        raise OptionError(f"--seconds={options.seconds:g} leaves no time (the rule: above 0); use 120")
+    seconds = inf if options.seconds is None else options.seconds
+    return ThresholdPlan(
+        cases=cases, operations=operations, directions=directions, backends=backends, device=device, seconds=seconds
+    )  # fmt: skip
+
+
+class Race:
+    """The times so far, the backends that are not timed any more, and the clock."""
+
+    def __init__(self, plan: ThresholdPlan) -> None:
+        """Start the clock."""
+        self.plan, self.is_stopped, self._deadline = plan, False, monotonic() + plan.seconds
+        self._times: dict[tuple[Case, str, Direction], dict[str, float]] = {}
+        self._behind: dict[tuple[HeadShape, str, Direction], dict[str, float]] = {}
+        self._given_up: set[tuple[HeadShape, str, Direction, str]] = set()
+
+    def has_time(self) -> bool:
+        """Return False from the deadline on."""
+        self.is_stopped = self.is_stopped or monotonic() >= self._deadline
+        return not self.is_stopped
+
+    def entrants(self, case: Case, operation: str, names: list[str]) -> dict[str, tuple[Direction, ...]]:
+        """Return the directions in which each of `names` is timed, the best one at the length before first."""
+        found: dict[str, tuple[Direction, ...]] = {}
+        for direction in self.plan.directions:
+            kept = [name for name in names if (case.shape, operation, direction, name) not in self._given_up]
+            for name in kept if len(kept) > 1 else ():
+                found[name] = (*found.get(name, ()), direction)
+        behind = self._behind.get((case.shape, operation, self.plan.directions[-1]), {})
+        return dict(sorted(found.items(), key=lambda one: behind.get(one[0], inf)))
+
+    def patience(self, case: Case, operation: str) -> dict[Direction, float]:
+        """Return the times above which a call is timed once."""
+        bests = {direction: min(self._times.get((case, operation, direction), {}).values(), default=inf) for direction in Direction}
+        return {direction: GIVE_UP * best for direction, best in bests.items()}
+
+    def record(self, one: Measurement) -> None:
+        """Keep a time."""
+        if one.timing is not None:
+            self._times.setdefault((one.case, one.operation, one.direction), {})[one.implementation] = one.timing.median_ms
+
+    def give_up(self, case: Case, operation: str) -> Iterator[str]:
+        """Give up the backends that fell behind at the length of `case`, all of which were timed; yield a line for each."""
+        for direction in self.plan.directions:
+            times = self._times.get((case, operation, direction), {})
+            behind = {name: ms / min(times.values()) for name, ms in times.items()}
+            before = self._behind.get((case.shape, operation, direction), {})
+            self._behind[case.shape, operation, direction] = behind
+            for name, ratio in behind.items():
+                if ratio > GIVE_UP and name in before and ratio >= before[name]:
+                    self._given_up.add((case.shape, operation, direction, name))
+                    yield (
+                        f"{operation} {direction}, {case.shape}: {name} takes {ratio:.1f} times the best at {case.seq_len} tokens; "
+                        "longer ones are left out"
+                    )
 
 
 def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]:
@@ -121,8 +187,10 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
     facts = common | {"compute_capability": None if capability is None else dotted(capability)}
     measurements: list[Measurement] = []
     found: list[Threshold] = []
-    for _, of_shape in groupby(_measured(plan), key=lambda one: one.case.shape):
-        for one in of_shape:
+    race = Race(plan)
+    shapes = list(dict.fromkeys(case.shape for case in plan.cases))
+    for case, of_case in groupby(_measured(race, output.say), key=lambda one: one.case):
+        for one in of_case:
             measurements.append(one)
             output.say(progress_line(one))
             found = thresholds_of(measurements)
@@ -136,11 +204,13 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
                 "measured": measured,
             }
             output.write(content, [{**row, "ratios": _as_text(row["ratios"]), **common} for row in rows])
-        # a table holds only shapes with all their lengths
         if target is not None:
-            write_table(target, kept, [{**facts, **to_dict(threshold, plan)} for threshold in found])
+            write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], shapes[: shapes.index(case.shape)])
     if target is not None:
+        write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], [] if race.is_stopped else shapes)
         output.say(f"minimum lengths written to {target}")
+    if race.is_stopped:
+        output.say(f"stopped after {plan.seconds:g} s (--seconds); lengths or shapes are missing")
     output.show(threshold_table(found))
     return found
 
@@ -177,6 +247,12 @@ def kept_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_found(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]], whole: list[HeadShape]) -> None:
+    """Write the table of `rows`; where a shape is not in `whole`, a row of `kept` with a longer longest length stays."""
+    names, longest = {shape.name for shape in whole}, {identity_of(row): row["max_length"] for row in kept}
+    write_table(path, kept, [row for row in rows if row["shape"] in names or row["max_length"] >= longest.get(identity_of(row), 0)])
+
+
 def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Replace the whole table in `path` by `rows` and those of `kept` that were not measured again."""
     again = {identity_of(row) for row in rows}
@@ -206,28 +282,36 @@ def _given(options: ThresholdOptions) -> dict[str, Any]:
     return given | {"write": None if options.write is None else [str(path) for path in options.write]}
 
 
-def _measured(plan: ThresholdPlan) -> Iterator[Measurement]:
-    """Yield the measurements of every backend that serves a case, the reference's among them.
+def _measured(race: Race, say: Callable[[str], None]) -> Iterator[Measurement]:
+    """Yield the measurements of the backends that serve a case and have not been given up, the reference's among them.
 
     Raises:
         OptionError: before anything is measured, if no kernel serves any case.
     """
-    registry = RouteRecorder.of_installed()
-    calls = [
-        (case, operation, name)
-        for case, operation, name in product(plan.cases, plan.operations, plan.backends)
-        if not reasons_against(name, operation, case, plan.device, registry)
-    ]
-    if all(name == REFERENCE for _, _, name in calls):
+    plan, registry = race.plan, RouteRecorder.of_installed()
+    served = {
+        (case, operation): [name for name in plan.backends if not reasons_against(name, operation, case, plan.device, registry)]
+        for case, operation in product(plan.cases, plan.operations)
+    }
+    if all(name == REFERENCE for names in served.values() for name in names):
         raise OptionError(
             "no installed kernel serves any of these cases on this device (a threshold compares two); see `nsa-bench backends`"
         )
-    for case, operation, name in calls:
-        job = Job(case=case, operations=(operation,), directions=plan.directions)
-        # a backend without the whole operation serves its four parts
-        is_split = operation == Operation.NSA and not registry.has(Operation.NSA, name)
-        setup = Setup(device=plan.device, registry=RouteRecorder.of_installed(), backend=name if is_split else {operation: name})
-        yield from (attrs.evolve(one, implementation=name) for one in run_jobs((job,), setup))
+    for (case, operation), names in served.items():
+        for name, directions in race.entrants(case, operation, names).items():
+            if not race.has_time():
+                return
+            patience = race.patience(case, operation)
+            job = Job(case=case, operations=(operation,), directions=directions, max_count=ROUNDS, patience_ms=patience)
+            # a backend without the whole operation serves its four parts
+            is_split = operation == Operation.NSA and not registry.has(Operation.NSA, name)
+            setup = Setup(device=plan.device, registry=RouteRecorder.of_installed(), backend=name if is_split else {operation: name})
+            for one in run_jobs((job,), setup):
+                timed = attrs.evolve(one, implementation=name)
+                race.record(timed)
+                yield timed
+        for line in race.give_up(case, operation):
+            say(line)
 
 
 def thresholds_of(measurements: list[Measurement]) -> list[Threshold]:

@@ -12,6 +12,7 @@ from nsa_bench.cases import (
     Recorded,
     dtype_of,
     find_device,
+    given,
     lengths_of,
     parse_geometry,
     parse_lengths,
@@ -56,19 +57,19 @@ def make_plan(options: AttentionOptions) -> Plan:
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
     # a part with few pairs, such as compressed attention of short sequences, is dominated by its queries
     default = "nsa" if options.sweep else ",".join(OURS)
-    operations = parse_names("--operations", options.operations or default, OURS)
-    selections = parse_selections(options.selection or "random")
+    operations = parse_names("--operations", given(options.operations, default), OURS)
+    selections = parse_selections(given(options.selection, "random"))
     for selection in selections:
         if isinstance(selection, Recorded):
             # a file without choices is refused before anything is measured
             read_recording(selection.path)
-    geometry = parse_geometry(options.geometry or "32/16/64/16/512")
+    geometry = parse_geometry(given(options.geometry, "32/16/64/16/512"))
     dtype = dtype_of(options.dtype, device.type)
     if options.sweep:
         points = tuple(point for selection in selections for point in sweep_points(_sweep_length(options), geometry, dtype, selection))
         return Plan(device=device, jobs=sweep_jobs(points, operations, directions), points=points)
     lengths = lengths_of(options.lengths, device)
-    baselines = parse_baselines(options.baseline or "all")
+    baselines = parse_baselines(given(options.baseline, "all"))
     jobs = [
         Job(
             case=Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype, selection=selection),
@@ -78,7 +79,7 @@ def make_plan(options: AttentionOptions) -> Plan:
             baselines=baselines if selection is selections[0] else (),
             is_replayed=options.graph,
         )
-        for shape in parse_shapes(options.shapes or "P,L,M,S")
+        for shape in parse_shapes(given(options.shapes, "P,L,M,S"))
         for length in lengths
         for selection in selections
     ]
@@ -105,4 +106,4 @@ def _target_plan(options: AttentionOptions, device: torch.device) -> Plan:
     if device.type != "cuda":
         raise OptionError("--preset=targets on a CPU (its figures are those of one H200, and its lengths end at 128k); run it on a GPU")
     targets = tuple(target for target in all_targets() if options.backward or target.direction is Direction.FORWARD)
-    return Plan(device=device, jobs=target_jobs(targets, parse_baselines(options.baseline or "all")), targets=targets)
+    return Plan(device=device, jobs=target_jobs(targets, parse_baselines(given(options.baseline, "all"))), targets=targets)

@@ -174,7 +174,8 @@ def _measure_selection(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
     def call() -> Tensor:
         return select_blocks(q, k_cmp, lse, **options)
 
-    yield one if reason else finish(one, call, job, setup.device)
+    patience = job.patience_ms.get(Direction.FORWARD, float("inf"))
+    yield one if reason else finish(one, call, job, setup.device, patience_ms=patience)
 
 
 def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measurement]:

@@ -77,6 +77,9 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             yield Case(name=f"{kind} H/G={num_heads}/{num_kv_heads}", shape=shape, dtype=dtype)
         for dims in ((8, 8), (4, 10)):
             yield Case(name=f"{kind} D={dims}", shape=evolve(decisive, head_dim_qk=dims[0], head_dim_v=dims[1]), dtype=dtype)
+        # sizes and a window that attention without one takes
+        wide = evolve(decisive, geometry=evolve(ONE_LOCAL, window_size=64), batch=2, head_dim_qk=16, head_dim_v=16, seed=9)
+        yield Case(name=f"{kind} window of all tokens", shape=wide, dtype=dtype)
         packed = evolve(base, lengths=(13, 0, 1, 37, 7, 8), surplus_blocks=2)
         yield Case(name=f"{kind} packed", shape=packed, dtype=dtype, layout=Layout.PACKED)
         for name, few_long in MOSTLY_SHORT.items():

@@ -92,7 +92,7 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
             if not is_window:
                 return attend_to_blocks(provider, q, k, v, geometry, scale)
             found = provider.forward(q, k, v, scale=scale, window=geometry.window_size)
-            return BranchOutput(found.out, found.lse.contiguous())
+            return BranchOutput(found.out.contiguous(), found.lse.contiguous())
 
     def backward(grads: Any, results: Any, queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float) -> tuple[Tensor, ...]:
         dout, dlse = grads
@@ -108,7 +108,8 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
         with torch.cuda.device_of(q):
             if not is_window:
                 return differentiate_blocks(provider, given, q, k, v, result, geometry, scale)
-            return tuple(provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size))
+            found = provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size)
+            return tuple(x.contiguous() for x in found)
 
     known = _providers_named(provider.name)
     if provider not in known:

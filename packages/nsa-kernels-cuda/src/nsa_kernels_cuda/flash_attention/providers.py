@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+from torch.nn.functional import pad
 
-from nsa_core import BranchRequest, Capability, Layout, Reason
+from nsa_core import BranchRequest, Capability, Layout, Operation, Reason
 from nsa_core.backends.base import BranchOutput
 
 FLASH_2 = Capability(
@@ -24,6 +25,9 @@ FLASH_2 = Capability(
 )
 """The capability of FlashAttention-2 in dense batches, the only layout of the adapter."""
 FLASH_4 = evolve(FLASH_2, min_compute_capability=(9, 0), lse_gradient=True)
+CUDNN = evolve(FLASH_2, max_head_dim=None, deterministic_gradient=False)
+LEAST_CUDNN = 91501
+"""cuDNN 9.15.1. Older versions err at lengths that are no multiples of 128 (pytorch#169849)."""
 
 
 class Gradients(NamedTuple):
@@ -190,7 +194,66 @@ class FlashAttention4:
         return Gradients(*found[:3])
 
 
-PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFlash())
+@frozen(kw_only=True)
+class TorchCudnn:
+    """cuDNN's attention as built into torch, by the ops below its autograd, as in 2.11 to 2.13. This adapter has not run yet.
+
+    Its causal mask has no window. torch caches a plan of cuDNN for each size and stride of q, k and v, and finds the backward pass's by
+    them alone: out, lse and their gradients are given in one layout.
+    """
+
+    name: str = "cudnn"
+    capability: Capability = CUDNN
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True if torch is built with cuDNN."""
+        return torch.version.cuda is not None and torch.backends.cudnn.is_available()
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return its limits."""
+        found = []
+        if not self.is_installed:
+            found.append("torch is built without cuDNN; install a CUDA build of torch")
+        elif request.device_type == "cuda" and (problem := _cudnn_problem()):
+            found.append(problem)
+        dims, (major, minor) = (request.head_dim_qk, request.head_dim_v), request.compute_capability or (0, 0)
+        if max(dims) > 128 and not (dims == (192, 128) and (major == 10 or (major, minor) == (9, 0))):
+            limit = "takes up to 128, and 192 with 128 on compute capability 9.0 and 10"
+            found.append("head dimensions {} and {} ({})".format(*dims, limit))
+        window = request.geometry.window_size
+        if request.operation is Operation.WIN and request.num_keys > window:
+            found.append(f"{request.num_keys} tokens with w = {window} (its causal mask has no window; takes at most w tokens)")
+        if not request.is_aligned:
+            found.append("a tensor starts off a multiple of 16 bytes")
+        return _reasons(self, request) + tuple(map(Reason.incapable, found))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        """Return attention and its lse."""
+        rows = q.shape[1]
+        assert window is None or window >= rows
+        q, k, v = (_for_cudnn(x).transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+        return BranchOutput(out.transpose(1, 2)[:, :rows], lse.squeeze(-1).transpose(1, 2)[:, :rows])
+
+    def backward(
+        self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
+    ) -> Gradients:
+        """Return the gradients for that of out."""
+        rows = q.shape[1]
+        assert window is None or window >= rows
+        q, k, v, out, dout = (_for_cudnn(x).transpose(1, 2) for x in (q, k, v, result.out.contiguous(), grads.out.contiguous()))
+        # the lse of a row that was added is 0: its gradient of out is 0 as well
+        lse = pad(result.lse.transpose(1, 2), (0, q.shape[2] - rows)).unsqueeze(-1).contiguous()
+        # without dropout, of the state of the generator nothing is read
+        state = torch.empty((), dtype=torch.int64, device=q.device)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, state, state, None, None, None, q.shape[2], k.shape[2], 0.0, True, scale=scale
+        )  # fmt: skip
+        return Gradients(*(x.transpose(1, 2)[:, :rows] for x in found))
+
+
+PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFlash(), TorchCudnn())
 """All providers in order; `flash_attn` uses the first one that is installed and serves the call."""
 
 
@@ -199,11 +262,30 @@ def _sides(window: int | None) -> tuple[int, int]:
     return (-1, -1) if window is None else (window - 1, 0)
 
 
+def _for_cudnn(x: Tensor) -> Tensor:
+    """Return `x` (B, S, H, D) as cuDNN takes it: two rows or more, and strides of multiples of 16 bytes other than 0."""
+    x = pad(x, (0, 0, 0, 0, 0, 1)) if x.shape[1] == 1 else x
+    is_taken = all(step and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+    return x if is_taken else x.clone(memory_format=torch.contiguous_format)
+
+
+def _cudnn_problem() -> str:
+    """Return why cuDNN cannot be used; "" if it can. Loads it."""
+    try:
+        found = torch.backends.cudnn.version() or 0
+    except RuntimeError as error:
+        return f"cuDNN does not load: {str(error).splitlines()[0]}"
+    # 9.15.1 is 91501
+    dotted = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+    return (
+        "" if found >= LEAST_CUDNN else f"cuDNN {dotted} (needs 9.15.1 or newer); upgrade the package nvidia-cudnn of torch's CUDA version"
+    )
+
+
 def _reasons(provider: Provider, request: BranchRequest) -> tuple[Reason, ...]:
-    found = provider.capability.reasons_against(request)
-    if request.head_dim_qk % 8:
-        found += (Reason.incapable(f"head dimension {request.head_dim_qk} (needs a multiple of 8)"),)
-    return found
+    odd = dict.fromkeys(size for size in (request.head_dim_qk, request.head_dim_v) if size % 8)
+    limits = (Reason.incapable(f"head dimension {size} (needs a multiple of 8)") for size in odd)
+    return (*provider.capability.reasons_against(request), *limits)
 
 
 def _unequal_heads(request: BranchRequest) -> tuple[Reason, ...]:
