@@ -27,6 +27,11 @@ __device__ inline void copy_async(void* target, const void* source, bool exists)
                : "memory");
 }
 
+// The same, of 4 bytes.
+__device__ inline void copy_word_async(void* target, const void* source, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 4 : 0) : "memory");
+}
+
 // Close this thread's group of copies, which may be empty.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -79,6 +84,13 @@ __device__ inline unsigned pack(Float16, float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Return two numbers of FP8 (e4m3, the lower one in bits 0 .. 7), exactly.
+__device__ inline Pair from_e4m3(unsigned bits) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(bits)));
+  return {to_float(Float16{static_cast<unsigned short>(halves)}), to_float(Float16{static_cast<unsigned short>(halves >> 16)})};
 }
 
 // Wait for as many threads of the CTA, whole warps; a barrier apart from that of the whole CTA.
