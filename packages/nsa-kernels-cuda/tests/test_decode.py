@@ -244,6 +244,11 @@ def as_fp8(step: Step) -> tuple[Step, Step]:
     return step._replace(slc=slc, win=win), step._replace(slc=slc_back, win=win_back)
 
 
+def in_narrow_pages(step: Step, case: Case) -> Step:
+    """Return the step with its stores in pages, of FP8 where they may be."""
+    return as_fp8(in_pages(step, case))[0]
+
+
 def packed(x: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the rows (B, S, ...) that count, one sequence after another."""
     return torch.cat([x[b, :count] for b, count in enumerate(counts)]).unsqueeze(0)
@@ -369,7 +374,7 @@ def test_rings_of_every_depth_agree(run, num_stages, monkeypatch):
     assert_same(run(step, case), by_the_reference(step, case))
 
 
-@pytest.mark.parametrize("form", [as_it_is, lambda step, case: as_fp8(in_pages(step, case))[0]], ids=["rows", "FP8 in pages"])
+@pytest.mark.parametrize("form", [as_it_is, in_narrow_pages], ids=["rows", "FP8 in pages"])
 @pytest.mark.parametrize("case", [CASES["default geometry"], CASES["group of 40"]], ids=["default geometry", "group of 40"])
 def test_no_result_depends_on_which_warp_runs_first(run, case, form):
     step = form(make_step(case), case)
@@ -388,11 +393,6 @@ WATCHED = {
 }
 
 
-def in_fp8_pages(step: Step, case: Case) -> Step:
-    """Return the step with all that decode_placed.cu takes: FP8, pages, ragged rows."""
-    return ragged(as_fp8(in_pages(step, case))[0], case)
-
-
 def hazards_of(library: ctypes.CDLL, case: Case, *, form: Form = as_it_is, backwards: bool = False) -> tuple[int, str]:
     """Return the number of hazards of a step, and the first of them."""
     text = ctypes.create_string_buffer(200)
@@ -400,7 +400,7 @@ def hazards_of(library: ctypes.CDLL, case: Case, *, form: Form = as_it_is, backw
     return library.take_hazards(text, len(text)), text.value.decode()
 
 
-@pytest.mark.parametrize("form", [as_it_is, in_fp8_pages], ids=["rows", "FP8 in pages"])
+@pytest.mark.parametrize("form", [as_it_is, in_narrow_pages], ids=["rows", "FP8 in pages"])
 @pytest.mark.parametrize("backwards", [False, True], ids=["first warp first", "last warp first"])
 @pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
 def test_barriers_order_all_accesses_to_shared_memory(watched_decode, case, backwards, form):
@@ -430,7 +430,7 @@ def test_a_missing_barrier_is_found(name, index, build_watched, tmp_path):
     barrier = list(BARRIER.finditer(text))[index]
     (csrc / name).write_text(text[: barrier.start()] + "(void)0" + text[barrier.end() :])
     library = build_watched(csrc=csrc)
-    form = in_fp8_pages if name == "placement.cuh" else as_it_is
+    form = in_narrow_pages if name == "placement.cuh" else as_it_is
     assert any(hazards_of(library, case, form=form)[0] for case in WATCHED.values())
 
 
@@ -670,26 +670,18 @@ def over(run: Run, form: Form) -> Run:
     return lambda step, case: run(form(step, case), case)
 
 
-PLACED_FORMS: dict[str, Form] = {
-    "rows": as_it_is,
-    "pages": in_pages,
-    "a ring beside pages": lambda step, case: in_pages(in_a_ring(step, case), case),
-    "FP8": lambda step, case: as_fp8(step)[0],
-    "FP8 in pages": lambda step, case: as_fp8(in_pages(step, case))[0],
+PLACED_PROPERTIES = {
+    "causality, rows": (check_future_tokens_change_nothing, as_it_is),
+    "causality, FP8 in pages": (check_future_tokens_change_nothing, in_narrow_pages),
+    "group consistency, a ring beside pages": (check_heads_permute_within_groups, FORMS["a ring beside pages"]),
 }
-PLACED_PROPERTIES = [
-    pytest.param(name, form, id=f"{name} {form}")
-    for form in PLACED_FORMS
-    # what FP8 rounds off is no rounding of the kernel's
-    for name in (PROPERTIES if "FP8" not in form else ("causality",))
-]
 
 
-@pytest.mark.parametrize(("name", "form"), PLACED_PROPERTIES)
-def test_the_properties_hold_of_drawn_rows_wherever_keys_lie(run, name, form):
+@pytest.mark.parametrize(("check", "form"), PLACED_PROPERTIES.values(), ids=PLACED_PROPERTIES)
+def test_the_properties_hold_of_drawn_rows_wherever_keys_lie(run, check, form):
     @given(case=drawn_cases(most_rows=3))
     def holds(case: Case) -> None:
-        PROPERTIES[name](over(run, PLACED_FORMS[form]), make_step(case), case)
+        check(over(run, form), make_step(case), case)
 
     holds()
 
@@ -912,6 +904,7 @@ PLACED_REQUESTS = {
 def test_what_was_not_measured_is_taken_by_name_alone(request_, monkeypatch):
     asked = []
     monkeypatch.setattr(jit, "why_unavailable", lambda *question: asked.append(question) or "")
+    monkeypatch.setattr(jit, "note_on_cache", lambda *question: "")
     monkeypatch.setattr(decode_backend, "IS_PREFERRED", True)
     assert messages(request_) == [UNMEASURED]
     assert asked == [(op.PLACED_SOURCE, ("decode_bfloat16_128_placed",), (9, 0), None)]
@@ -995,11 +988,11 @@ PLACED_GPU_CASES = {
 
 
 @on_a_gpu
-@pytest.mark.parametrize("form", [name for name in PLACED_FORMS if "FP8" not in name])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("case", PLACED_GPU_CASES.values(), ids=PLACED_GPU_CASES)
 def test_a_gpu_reads_rows_and_pages_as_the_reference_does(case, form):
     step = make_step(case, "cuda")
-    assert_same_above_ties(over(on_the_gpu, PLACED_FORMS[form])(step, case), step, case)
+    assert_same_above_ties(on_the_gpu(form(step, case), case), step, case)
 
 
 @on_a_gpu
@@ -1093,12 +1086,12 @@ def test_the_properties_hold_of_drawn_steps_on_a_gpu(check):
 
 @on_a_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), PLACED_PROPERTIES)
-def test_the_properties_hold_of_drawn_rows_on_a_gpu(name, form):
+@pytest.mark.parametrize(("check", "form"), PLACED_PROPERTIES.values(), ids=PLACED_PROPERTIES)
+def test_the_properties_hold_of_drawn_rows_on_a_gpu(check, form):
     @settings(max_examples=200, deadline=None)
     @given(case=drawn_cases(most_rows=3))
     def holds(case: Case) -> None:
-        PROPERTIES[name](over(on_the_gpu, PLACED_FORMS[form]), make_step(case, "cuda"), case)
+        check(over(on_the_gpu, form), make_step(case, "cuda"), case)
 
     holds()
 
@@ -1214,8 +1207,8 @@ def test_ten_thousand_steps_give_the_same_numbers():
 TIMED_FORMS: dict[str, Form] = {
     "rows": as_it_is,
     "pages": in_pages,
-    "FP8": PLACED_FORMS["FP8"],
-    "FP8 in pages": PLACED_FORMS["FP8 in pages"],
+    "FP8": lambda step, case: as_fp8(step)[0],
+    "FP8 in pages": in_narrow_pages,
     "4 rows": lambda step, case: make_step(case._replace(counts=(4,) * len(case.starts)), "cuda"),
 }
 
