@@ -878,11 +878,12 @@ def test_every_reason_is_given_at_once():
         "incapable: D_k=40 (takes multiples of 16)",
         "incapable: a tensor starts off a multiple of 16 bytes (keys are copied 16 bytes at a time)",
         "incapable: 32 compressed blocks begin in a selection block (takes 16); use smaller selection blocks",
-        UNMEASURED,
     ]
     assert messages(evolve(REQUEST, compute_capability=(8, 0))) == ["incapable: compute capability 8.0 (needs 9.0 or newer)"]
     assert messages(evolve(REQUEST, kv_dtype=FP16)) == ["incapable: k, v of torch.float16 with q of torch.bfloat16 (takes one dtype)"]
-    assert "above the shared memory of a cluster" in messages(evolve(REQUEST, num_keys=2**24))[0]
+    found = messages(evolve(REQUEST, num_keys=2**24, layout=Layout.PAGED))
+    assert "above the shared memory of a cluster" in found[0]
+    assert found[1:] == [UNMEASURED]
 
 
 def test_a_step_that_it_does_not_take_compiles_nothing(monkeypatch):
@@ -910,6 +911,15 @@ def test_what_was_not_measured_is_taken_by_name_alone(request_, monkeypatch):
     assert asked == [(op.PLACED_SOURCE, ("decode_bfloat16_128_placed",), (9, 0), None)]
     assert explain_routing(request_).chosen != "cuda"
     assert explain_routing(request_, "cuda").chosen == "cuda"
+
+
+def test_long_steps_have_a_reason_of_their_own(monkeypatch):
+    monkeypatch.setattr(jit, "why_unavailable", lambda *question: "")
+    assert messages(evolve(REQUEST, num_queries=16, batch=3, num_sequences=3)) == [UNMEASURED]
+    assert messages(evolve(REQUEST, num_queries=17, batch=3, num_sequences=3)) == [
+        UNMEASURED,
+        "policy: 17 rows of a sequence (above 16; each row reads all its keys by itself)",
+    ]
 
 
 def test_each_row_of_a_step_has_a_cluster():

@@ -25,6 +25,8 @@ CAPABILITY = Capability(
 IS_PREFERRED = False
 """True when a step is faster than Triton's. On an H200 it takes 0.92 to 1.64 times as long (`3e3960f` against `02ffc5b`)."""
 UNMEASURED = "pages, FP8 stores, several or ragged rows (not run on a GPU yet); name 'cuda' to use it"
+MOST_ROWS = 16
+"""Rows of a sequence above which policy is against the kernels."""
 
 
 @frozen(kw_only=True)
@@ -38,7 +40,7 @@ class CudaDecode:
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against the kernels for `request`; compiles them if they are not known to be incapable."""
         reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
-        policy = (Reason.policy(UNMEASURED),) if _is_placed(request) else ()
+        policy = tuple(map(Reason.policy, _policy(request)))
         if reasons:
             return reasons + policy
         kernel = op.kernel_of(request.dtype, request.head_dim_v, is_placed=_is_placed(request))
@@ -80,6 +82,17 @@ def _limits(request: BranchRequest) -> list[str]:
             f"up to {request.num_keys} tokens of {request.num_heads // request.num_kv_heads} heads (above the shared memory of a cluster); "
             "use a smaller max_seqlen"
         )
+    return found
+
+
+def _policy(request: BranchRequest) -> list[str]:
+    """Return why the kernels should not serve a step unless they are named."""
+    if request.layout not in CAPABILITY.layouts:
+        return []
+    found = [UNMEASURED] if _is_placed(request) else []
+    num_rows = request.batch * request.num_queries // request.num_sequences
+    if num_rows > MOST_ROWS:
+        found.append(f"{num_rows} rows of a sequence (above {MOST_ROWS}; each row reads all its keys by itself)")
     return found
 
 

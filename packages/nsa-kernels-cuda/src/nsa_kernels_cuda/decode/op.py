@@ -21,7 +21,7 @@ from nsa_kernels_cuda.decode.plan import FP8, KERNELS, NUM_WARPS, PLACED, WARP_S
 
 SOURCE = jit.CSRC / "decode.cu"
 PLACED_SOURCE = jit.CSRC / "decode_placed.cu"
-MOST_ROWS = 2**31 - 1
+MOST_PAGED_ROWS = 2**31 - 1
 """Maximum rows of a store in pages: the kernel counts them in 32 bits."""
 LOG2E = math.log2(math.e)
 
@@ -42,13 +42,13 @@ def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
     if queries.start is None:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} without positions (the kernel takes steps over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):
-        is_fp8 = keys.k_scale is not None and name != "cmp"
-        if {keys.k.dtype, keys.v.dtype} != {FP8 if is_fp8 else queries.q.dtype}:
+        wanted = FP8 if keys.k_scale is not None and name != "cmp" else queries.q.dtype
+        if keys.k.dtype != wanted or keys.v.dtype != wanted:
             raise InputError(
                 f"{name} is {keys.k.dtype}, {keys.v.dtype} (the kernel reads q's dtype, and of slc and win {FP8} with scales); use 'triton'"
             )
-        if keys.page_table is not None and keys.k.shape[0] * keys.k.shape[1] > MOST_ROWS:
-            raise InputError(f"{name} has {keys.k.shape[0]} pages of {keys.k.shape[1]} rows (the kernel counts {MOST_ROWS}); use 'triton'")
+        if keys.page_table is not None and keys.k.shape[0] * keys.k.shape[1] > MOST_PAGED_ROWS:
+            raise InputError(f"{name} has {keys.k.shape[0]} pages of {keys.k.shape[1]} rows (at most {MOST_PAGED_ROWS} rows); use 'triton'")
         if keys.first is not None and name != "win":
             raise InputError(f"{name} begins at `first` (the kernel reads it of the window alone); use 'triton'")
 
