@@ -88,9 +88,12 @@ __device__ inline unsigned pack(Float16, float low, float high) {
 
 // Return two numbers of FP8 (e4m3, the lower one in bits 0 .. 7), exactly.
 __device__ inline Pair from_e4m3(unsigned bits) {
-  unsigned halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(bits)));
-  return {to_float(Float16{static_cast<unsigned short>(halves)}), to_float(Float16{static_cast<unsigned short>(halves >> 16)})};
+  Pair found;
+  asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %2;\nmov.b32 {low, high}, halves;\n"
+      "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(found.low), "=f"(found.high)
+      : "h"(static_cast<unsigned short>(bits)));
+  return found;
 }
 
 // Wait for as many threads of the CTA, whole warps; a barrier apart from that of the whole CTA.
