@@ -304,6 +304,16 @@ q = torch.randn(2, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
 start = torch.tensor([90, 37], dtype=torch.int32, device="cuda")
 gates = torch.rand(2, 1, 8, 3, device="cuda")
 decode.decode(Queries(q, 1, None, start), keys(23), keys(100), keys(100), gates, geometry=geometry, scale=0.3)
+
+def paged(rows, dtype):
+    scales = (torch.rand(26, rows, 2, device="cuda"),) * 2 if dtype is torch.float8_e4m3fn else (None, None)
+    stores = torch.randn(2, 26, rows, 2, 16, device="cuda").to(dtype)
+    table = torch.randperm(26, device="cuda", dtype=torch.int32).view(2, 13)
+    return Keys(*stores, 13 * rows, page_table=table, k_scale=scales[0], v_scale=scales[1])
+tokens = paged(8, torch.float8_e4m3fn)
+queries = Queries(q.expand(2, 3, 8, 16).contiguous(), 3, None, start)
+gates = gates.expand(2, 3, 8, 3).contiguous()
+decode.decode(queries, paged(2, torch.bfloat16), tokens, tokens, gates, geometry=geometry, scale=0.3)
 torch.cuda.synchronize()
 print("done")
 """

@@ -7,13 +7,15 @@ import pytest
 
 from nsa_kernels_cuda import jit
 
+DECODE = ("decode_bfloat16_128", "decode_bfloat16_256", "decode_float16_128", "decode_float16_256")
 MOST_REGISTERS = {
     "choose.cu": {"choose_float32": 48, "choose_bfloat16": 48, "choose_float16": 48},
-    "decode.cu": dict.fromkeys(("decode_bfloat16_128", "decode_bfloat16_256", "decode_float16_128", "decode_float16_256"), 255),
+    "decode.cu": dict.fromkeys(DECODE, 255),
+    "decode_placed.cu": dict.fromkeys((f"{name}_placed" for name in DECODE), 255),
 }
 """Registers of a thread. `choose`: with 48 of them, and up to 4 KB of scores for each warp, 40 warps are on a multiprocessor of an A100.
 `decode`: a multiprocessor has a CTA of 256 threads, for which there are 255."""
-ARCHITECTURES = {"choose.cu": ("sm_80", "sm_89", "sm_90a"), "decode.cu": ("sm_90a",)}
+ARCHITECTURES = {"choose.cu": ("sm_80", "sm_89", "sm_90a"), "decode.cu": ("sm_90a",), "decode_placed.cu": ("sm_90a",)}
 FUNCTION = re.compile(
     r"entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"

@@ -19,6 +19,8 @@
 #include <functional>
 #include <memory>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "warp_hazards.h"
@@ -64,6 +66,7 @@ enum class At { READY, COLLECTIVE, PART_OF_CTA, CTA, CLUSTER, END };
 struct Copy {
   char* target;
   const void* source;
+  int num_bytes;
   bool exists;
 };
 
@@ -330,13 +333,24 @@ inline void __syncthreads() { emulator::pause(emulator::At::CTA); }
 inline char* dynamic_shared() { return emulator::cluster.memory_of(emulator::this_rank()); }
 inline float power_of_two(float x) { return std::exp2(x); }
 
+namespace emulator {
+inline void copy_async(char* target, const char* source, int num_bytes, bool exists) {
+  if (reinterpret_cast<std::uintptr_t>(target) % num_bytes != 0) fail("a copy to an address off its size");
+  if (exists && reinterpret_cast<std::uintptr_t>(source) % num_bytes != 0) fail("a copy from an address off its size");
+  std::memset(target, 0xFF, num_bytes);
+  // the copy may write from here on, until it was waited for
+  hazards::write(target, num_bytes);
+  this_thread().copies.back().push_back({target, source, num_bytes, exists});
+}
+}  // namespace emulator
+
 template <int OFFSET = 0>
 void copy_async(void* to, const void* from, bool exists) {
-  char* target = static_cast<char*>(to) + OFFSET;
-  std::memset(target, 0xFF, 16);
-  // the copy may write from here on, until it was waited for
-  hazards::write(target, 16);
-  emulator::this_thread().copies.back().push_back({target, static_cast<const char*>(from) + OFFSET, exists});
+  emulator::copy_async(static_cast<char*>(to) + OFFSET, static_cast<const char*>(from) + OFFSET, 16, exists);
+}
+
+inline void copy_word_async(void* to, const void* from, bool exists) {
+  emulator::copy_async(static_cast<char*>(to), static_cast<const char*>(from), 4, exists);
 }
 
 inline void commit_copies() { emulator::this_thread().copies.emplace_back(); }
@@ -346,11 +360,11 @@ inline void wait_for_copies(int num_pending) {
   if (!copies.back().empty()) emulator::fail("a copy in no group");
   for (; static_cast<int>(copies.size()) - 1 > num_pending; copies.pop_front()) {
     for (const emulator::Copy& copy : copies.front()) {
-      hazards::write(copy.target, 16);
+      hazards::write(copy.target, copy.num_bytes);
       if (copy.exists) {
-        std::memcpy(copy.target, copy.source, 16);
+        std::memcpy(copy.target, copy.source, copy.num_bytes);
       } else {
-        std::memset(copy.target, 0, 16);
+        std::memset(copy.target, 0, copy.num_bytes);
       }
     }
   }
@@ -385,6 +399,16 @@ template <class T>
 unsigned pack(T type, float low, float high) {
   return bits_of(type, low) | bits_of(type, high) << 16;
 }
+
+// Of e4m3 as float32: 4 bits of exponent with bias 7, no infinity, and NaN where all bits but the sign are 1.
+inline float from_e4m3_byte(unsigned bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float size = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  const float number = (bits & 0x7F) == 0x7F ? __uint_as_float(0x7FC00000u) : size;
+  return bits & 0x80 ? -number : number;
+}
+
+inline Pair from_e4m3(unsigned bits) { return {from_e4m3_byte(bits & 0xFF), from_e4m3_byte(bits >> 8 & 0xFF)}; }
 
 inline void partial_barrier(int num_threads) { emulator::pause(emulator::At::PART_OF_CTA, num_threads); }
 inline int cluster_rank() { return emulator::this_rank(); }

@@ -96,7 +96,10 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             # sizes that tensor cores read without padding
             shape = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16, seed=8)
             yield Case(name=f"{kind} one row, {form}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=form, has_one_row=True)
-        for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), (Layout.CACHED, evolve(decisive, batch=2))):
+        # steps of several rows, in sizes that tensor cores read as they are
+        several = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16)
+        steps = ((layout, several) for layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED))
+        for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), *steps):
             yield Case(
                 name=f"{kind} {layout}, shared k and v", shape=evolve(shape, seed=7), dtype=dtype, layout=layout, has_shared_keys=True
             )

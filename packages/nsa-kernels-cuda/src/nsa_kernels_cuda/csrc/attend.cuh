@@ -120,10 +120,21 @@ __device__ const char* address_of_row(const T* first, int row, int stride) {
   return reinterpret_cast<const char*>(first) + static_cast<unsigned long long>(static_cast<unsigned>(row)) * bytes;
 }
 
-// Begin to copy the warp's tile `index`, and close the group of copies, which is empty after the last tile. Columns without a key become 0.
-// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, because few other warps hide the latency.
+// Rows of a plain store need no look-up, and its numbers have the dtype of q as they are; placement.cuh has other stores.
+struct NoLookUp {};
+
+template <class T>
+__device__ NoLookUp look_up(const Store<T>&, const Tiles&, int) {
+  return {};
+}
+
+template <class T>
+__device__ void widen_tile(const Store<T>&, HeadDims, char*) {}
+
+// Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
+// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, for a warp has few others to wait with.
 template <int WIDTH, class T>
-__device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index) {
+__device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index, NoLookUp) {
   const int tile = tiles.next + index * tiles.step;
   if (tile < tiles.end) {
     const int piece = lane_index() % 8;
@@ -144,10 +155,15 @@ __device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, con
 }
 
 // Begin to copy the first num_stages - 1 tiles, into all stages but stage 0.
-template <int WIDTH, class T>
-__device__ void begin_tiles(const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles) {
+template <int WIDTH, class AnyStore>
+__device__ void begin_tiles(const AnyStore& store, HeadDims dims, const Ring& ring, const Tiles& tiles) {
+  auto rows = look_up(store, tiles, 0);
 #pragma unroll 1
-  for (int stage = 1; stage < ring.num_stages; ++stage) copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, stage - 1);
+  for (int stage = 1; stage < ring.num_stages; ++stage) {
+    const auto next_rows = look_up(store, tiles, stage);
+    copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, stage - 1, rows);
+    rows = next_rows;
+  }
 }
 
 // Add a tile of keys and values in shared memory to the softmax, and return the keys' weights relative to the maxima, in the layout of
@@ -232,21 +248,25 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   }
 }
 
-// Attend to the warp's tiles; if `has_begun`, `begin_tiles` has been called. `after(tile, weights)` is called
-// after each, with the keys' weights relative to the maxima of the softmax at that time.
-template <class T, int WIDTH, class After>
-__device__ void attend(Softmax<WIDTH>& softmax, const char* q, const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles,
+// Attend to the warp's tiles; `begin_tiles` has been called where `has_begun`. `after(tile, weights)` is called
+// behind each, with the keys' weights relative to the maxima of the softmax at that time.
+template <template <class> class AnyStore, class T, int WIDTH, class After>
+__device__ void attend(Softmax<WIDTH>& softmax, const char* q, const AnyStore<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles,
                        bool has_begun, float factor, After after) {
   softmax.clear();
   const int ahead = ring.num_stages - 1, count = tiles.count();
   int stage = has_begun ? 0 : ring.after(0);
+  auto rows = look_up(store, tiles, has_begun ? ahead : 0);
 #pragma unroll 1
   for (int index = has_begun ? 0 : -ahead; index < count; ++index) {
-    copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, index + ahead);
+    copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, index + ahead, rows);
+    // of the next tile: the table's entries arrive while this one is computed with
+    rows = look_up(store, tiles, index + ahead + 1);
     stage = ring.after(stage);
     if (index < 0) continue;
     wait_for_copies(ahead);
     __syncwarp();
+    widen_tile(store, dims, ring.address_of(stage));
     const int tile = tiles.next + index * tiles.step;
     float weights[2][4];
     fold_tile<T>(softmax, q, ring.address_of(stage), dims, tiles, tile, factor, weights);

@@ -36,11 +36,6 @@ struct WarpMemory {
   float* scores;
 };
 
-template <class T>
-struct alignas(4 * sizeof(T)) Four {
-  T items[4];
-};
-
 // Scores of one row: those of its KV head, or of each head of the group with the factors that multiply them.
 template <class T>
 struct Scores {

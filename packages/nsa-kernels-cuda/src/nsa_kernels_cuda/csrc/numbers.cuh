@@ -22,3 +22,13 @@ __device__ inline float to_float(Float16 x) {
   const unsigned infinite_or_nan = (x.bits & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u;
   return __uint_as_float(__float_as_uint(magnitude) | infinite_or_nan | (x.bits & 0x8000u) << 16);
 }
+
+// What a thread loads or stores at once.
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+  T items[4];
+};
+
+struct Pair {
+  float low, high;
+};

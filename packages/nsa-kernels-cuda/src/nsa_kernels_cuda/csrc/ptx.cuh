@@ -27,6 +27,11 @@ __device__ inline void copy_async(void* target, const void* source, bool exists)
                : "memory");
 }
 
+// The same, of 4 bytes.
+__device__ inline void copy_word_async(void* target, const void* source, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 4 : 0) : "memory");
+}
+
 // Close this thread's group of copies, which may be empty.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -79,6 +84,16 @@ __device__ inline unsigned pack(Float16, float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Return two numbers of FP8 (e4m3, the lower one in bits 0 .. 7), exactly.
+__device__ inline Pair from_e4m3(unsigned bits) {
+  Pair found;
+  asm("{\n.reg .b32 halves;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 halves, %2;\nmov.b32 {low, high}, halves;\n"
+      "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(found.low), "=f"(found.high)
+      : "h"(static_cast<unsigned short>(bits)));
+  return found;
 }
 
 // Wait for as many threads of the CTA, whole warps; a barrier apart from that of the whole CTA.

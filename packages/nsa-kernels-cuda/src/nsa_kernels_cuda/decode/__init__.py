@@ -1,1 +1,1 @@
-"""Attention of a step over a cache, in one launch: one row of each sequence attends to the whole cache of its sequence."""
+"""Attention of a step over a cache, in one launch: each row attends to the whole cache of its sequence."""

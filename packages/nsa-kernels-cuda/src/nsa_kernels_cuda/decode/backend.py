@@ -5,11 +5,11 @@ from typing import Any
 from attrs import frozen
 
 from nsa_core import BranchRequest, Capability, Operation, Reason
-from nsa_core.backends.base import Layout
+from nsa_core.backends.base import Layout, ReasonKind
 from nsa_core.blocks import num_compressed_blocks
 from nsa_kernels_cuda import cluster_launch, jit
 from nsa_kernels_cuda.decode import op
-from nsa_kernels_cuda.decode.plan import KERNELS, KEYS, NUM_WARPS, WARP_SIZE, WIDTHS, Plan, Sizes, num_blocks_of
+from nsa_kernels_cuda.decode.plan import FP8, KERNELS, KEYS, NUM_WARPS, WARP_SIZE, WIDTHS, Plan, Sizes, num_blocks_of
 
 ONLY_ON = (9, 0)
 """The compute capability for whose clusters and shared memory the kernels are made."""
@@ -17,12 +17,16 @@ CAPABILITY = Capability(
     device_types=("cuda",),
     min_compute_capability=ONLY_ON,
     dtypes=tuple(KERNELS),
-    layouts=(Layout.CACHED,),
+    stored_dtypes=(FP8,),
+    layouts=(Layout.CACHED, Layout.PAGED, Layout.RAGGED),
     gradient=False,
     max_head_dim=WIDTHS[-1],
 )
 IS_PREFERRED = False
 """True when a step is faster than Triton's. On an H200 it takes 0.92 to 1.64 times as long (`3e3960f` against `02ffc5b`)."""
+UNMEASURED = "pages, FP8 stores, several or ragged rows (not run on a GPU yet); name 'cuda' to use it"
+MOST_ROWS = 16
+"""Rows of a sequence above which policy is against the kernels."""
 
 
 @frozen(kw_only=True)
@@ -34,13 +38,14 @@ class CudaDecode:
     capability: Capability = CAPABILITY
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason against the kernels for `request`; compiles them if there is no other reason."""
+        """Return every reason against the kernels for `request`; compiles them if they are not known to be incapable."""
         reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
+        policy = tuple(map(Reason.policy, _policy(request)))
         if reasons:
-            return reasons
-        kernel = op.kernel_of(request.dtype, request.head_dim_v)
-        unavailable = jit.why_unavailable(op.SOURCE, (kernel,), ONLY_ON, request.device_index) or _why_no_room(kernel, request)
-        return (Reason.incapable(unavailable),) if unavailable else ()
+            return reasons + policy
+        kernel = op.kernel_of(request.dtype, request.head_dim_v, is_placed=_is_placed(request))
+        unavailable = jit.why_unavailable(op.source_of(kernel), (kernel,), ONLY_ON, request.device_index) or _why_no_room(kernel, request)
+        return ((Reason.incapable(unavailable),) if unavailable else ()) + policy
 
     def preference(self, request: BranchRequest) -> int:
         """Return the priority: above Triton's kernels (100) if it is faster, else between them and the branches."""
@@ -48,7 +53,8 @@ class CudaDecode:
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
         """Return why every process compiles the kernels again, if it does."""
-        note = "" if self.reasons_against(request) else jit.note_on_cache(op.SOURCE, ONLY_ON)
+        is_incapable = any(reason.kind is ReasonKind.INCAPABLE for reason in self.reasons_against(request))
+        note = "" if is_incapable else jit.note_on_cache(op.PLACED_SOURCE if _is_placed(request) else op.SOURCE, ONLY_ON)
         return (note,) if note else ()
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
@@ -61,8 +67,6 @@ def _limits(request: BranchRequest) -> list[str]:
     geometry, found = request.geometry, []
     if request.compute_capability is not None and request.compute_capability > ONLY_ON:
         found.append("compute capability {}.{} (its clusters are cut for 9.0)".format(*request.compute_capability))
-    if request.num_queries != 1:
-        found.append(f"{request.num_queries} rows of a sequence (takes 1)")
     if request.kv_dtype in KERNELS and request.kv_dtype is not request.dtype:
         found.append(f"k, v of {request.kv_dtype} with q of {request.dtype} (takes one dtype)")
     for name, size in (("D_k", request.head_dim_qk), ("D_v", request.head_dim_v)):
@@ -81,6 +85,22 @@ def _limits(request: BranchRequest) -> list[str]:
     return found
 
 
+def _policy(request: BranchRequest) -> list[str]:
+    """Return why the kernels should not serve a step unless they are named."""
+    if request.layout not in CAPABILITY.layouts:
+        return []
+    found = [UNMEASURED] if _is_placed(request) else []
+    num_rows = request.batch * request.num_queries // request.num_sequences
+    if num_rows > MOST_ROWS:
+        found.append(f"{num_rows} rows of a sequence (above {MOST_ROWS}; each row reads all its keys by itself)")
+    return found
+
+
+def _is_placed(request: BranchRequest) -> bool:
+    """Return True where the kernels of `decode_placed.cu` serve `request`."""
+    return request.layout is not Layout.CACHED or request.kv_dtype is FP8 or request.num_queries != 1
+
+
 def _why_no_room(kernel: str, request: BranchRequest) -> str:
     """Return why the GPU of `request` holds no cluster of the plan; empty if it does, or if that GPU is not here."""
     device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
@@ -88,12 +108,12 @@ def _why_no_room(kernel: str, request: BranchRequest) -> str:
     if device is None:
         return ""
     num_threads = NUM_WARPS * WARP_SIZE
-    return cluster_launch.why_no_cluster_fits(op.SOURCE, kernel, plan.num_ranks, num_threads, plan.shared_bytes, device)
+    return cluster_launch.why_no_cluster_fits(op.source_of(kernel), kernel, plan.num_ranks, num_threads, plan.shared_bytes, device)
 
 
 def _sizes_of(request: BranchRequest) -> Sizes:
     return Sizes(
-        num_pairs=request.num_sequences * request.num_kv_heads,
+        num_pairs=request.batch * request.num_queries * request.num_kv_heads,
         group_size=request.num_heads // request.num_kv_heads,
         head_dim_qk=request.head_dim_qk,
         head_dim_v=request.head_dim_v,

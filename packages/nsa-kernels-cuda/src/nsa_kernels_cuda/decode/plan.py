@@ -10,7 +10,10 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
 
 KERNELS = {torch.bfloat16: "decode_bfloat16", torch.float16: "decode_float16"}
-"""The kernels for each dtype; their names end in the largest D_v."""
+"""The kernels for each dtype; the largest D_v follows in their names, and PLACED."""
+PLACED = "_placed"
+"""The ending of kernels for several or ragged rows, stores in pages and stores of FP8."""
+FP8 = torch.float8_e4m3fn
 WIDTHS = (128, 256)
 """Largest D_v whose outputs a kernel's threads hold."""
 NUM_WARPS = 8
@@ -21,7 +24,7 @@ KEYS = 16
 """Keys of a tile, and so the maximum of compressed keys from one selection block to the next."""
 MOST_STAGES = 4
 CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
-"""CTAs of a cluster, by the maximum number of pairs of a sequence and a KV head; 1 for more pairs. Up to 64 pairs give at most 128 CTAs."""
+"""CTAs of a cluster, by the maximum number of pairs of a row and a KV head; 1 for more pairs. Up to 64 pairs give at most 128 CTAs."""
 MOST_RANKS = 16
 
 
@@ -29,7 +32,7 @@ class Sizes(NamedTuple):
     """The numbers on which the launch of a step depends."""
 
     num_pairs: int
-    """Number of pairs of a sequence and a KV head."""
+    """Number of pairs of a row and a KV head."""
     group_size: int
     """Heads of a group, H / G."""
     head_dim_qk: int
