@@ -92,6 +92,12 @@ def check_late_stream(monkeypatch, simulator):
 
 
 @pytest.fixture
+def dependent_launch(monkeypatch):
+    """Give what simulates programmatic dependent launch in the interpreter."""
+    return beside_this_file("dependent_launch").DependentLaunch(monkeypatch)
+
+
+@pytest.fixture
 def fused_products(monkeypatch):
     """Let the interpreter fuse multiply and add, with one rounding, as a GPU does."""
     from triton.runtime import interpreter

@@ -14,6 +14,7 @@ from nsa_core.blocks import num_compressed_blocks
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.steps import step_by_branches
 from nsa_core.testing.tolerances import allowed_error, max_error
+from nsa_kernels_triton import launch
 from nsa_kernels_triton.decode import kernels, op
 from nsa_kernels_triton.plugin import TritonBackend
 from nsa_kernels_triton.routing import MOST_STEP_ROWS
@@ -159,6 +160,79 @@ def test_a_step_equals_the_branches_one_by_one(
     assert [name for name, _grid, _constants in launched] == list(LAUNCHES)
 
 
+@pytest.mark.parametrize(
+    "name", ["rows of a draft", "an empty sequence", "group of 40", "default geometry", "40 blocks of 8", "two slices"]
+)
+def test_several_programs_choose_what_one_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
+) -> None:
+    case = CASES[name]
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    step = make_step(case)
+    expected = by_the_kernels(step, case.geometry)
+    monkeypatch.setattr(op, "CHOOSERS", 4)
+    monkeypatch.setattr(op, "LEAST_CHOOSER_BLOCKS", 4)
+    op.cut_of.cache_clear()
+    found = by_the_kernels(step, case.geometry)
+    op.cut_of.cache_clear()
+    assert [constants["CHOOSERS"] for _name, _grid, constants in launched if "CHOOSERS" in constants] == [1, 4]
+    assert torch.equal(found.block_indices, expected.block_indices)
+    assert_same(found, by_the_reference(step, case.geometry))
+
+
+def before_append(step: Step, case: Case) -> Step:
+    """Return a copy of the step in which the rows and blocks that it writes itself are NaN."""
+
+    def old(keys: Keys, held: Callable[[int], int]) -> Keys:
+        k, v = keys.k.clone(), keys.v.clone()
+        for b, start in enumerate(case.starts):
+            k[b, held(start) :], v[b, held(start) :] = torch.nan, torch.nan
+        return keys._replace(k=k, v=v)
+
+    return step._replace(cmp=old(step.cmp, lambda tokens: num_compressed_blocks(tokens, case.geometry)), win=old(step.win, int))
+
+
+@pytest.mark.parametrize("starts_early", [False, True], ids=["behind append", "early"])
+@pytest.mark.parametrize("place", ["rows", "ring", "pages"])
+@pytest.mark.parametrize("case", [Case(counts=(5, 0, 3)), Case(multiprocessors=8, starts=(100, 37, 91))], ids=["drafts", "shared programs"])
+def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
+    case: Case, place: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch, dependent_launch: Any
+) -> None:
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    monkeypatch.setattr(op, "has_pdl", lambda x: True)
+    monkeypatch.setattr(launch, "STARTS_EARLY", starts_early)
+    put = PLACES.get(place, lambda step, case: step)
+    whole = make_step(case)
+    after, before = put(whole, case), put(before_append(whole, case), case)
+    step = after._replace(
+        **{name: keys._replace(k=keys.k.clone(), v=keys.v.clone()) for name, keys in zip(("cmp", "win"), before[1:4:2], strict=True)}
+    )
+
+    def hold(source: Step) -> None:
+        for name in ("cmp", "win"):
+            held, written = getattr(step, name), getattr(source, name)
+            held.k.copy_(written.k)
+            held.v.copy_(written.v)
+
+    dependent_launch.install(at_start=lambda: hold(before), at_wait=lambda: hold(after))
+    found = by_the_kernels(step, case.geometry)
+    dependent_launch.check()
+    assert_same(found, by_the_reference(whole, case.geometry))
+    assert (dependent_launch.early_products > 0) == starts_early
+
+
+def test_a_step_over_copies_does_not_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written behind `append`."""
+    monkeypatch.setattr(op, "has_pdl", lambda x: True)
+    monkeypatch.setattr(launch, "STARTS_EARLY", True)
+    case = Case()
+    step = make_step(case)
+    tail = as_a_tail(step, case)
+    strided = step._replace(cmp=step.cmp._replace(k=step.cmp.k.repeat(1, 1, 1, 2)[..., ::2]))
+    turned = step._replace(queries=step.queries._replace(q=step.queries.q.mT.contiguous().mT))
+    assert [op.StepSizes.of(*each[:4], SMALL).starts_early for each in (step, tail, strided, turned)] == [True, False, False, False]
+
+
 def in_a_ring(step: Step, case: Case) -> Step:
     length = case.geometry.window_size - 1 + max(case.counts)
     stores = []
@@ -299,7 +373,7 @@ def test_sums_have_room_for_the_blocks_of_the_selected_store_and_no_more() -> No
     num_blocks = num_compressed_blocks(num_tokens, geometry)
     store = (torch.bfloat16, False)
     sizes = op.StepSizes(
-        (9, 0), 132, True, 4, torch.bfloat16, (1, 1, 64, 192), 4, 128, 1, 1, False, num_blocks, num_tokens, store, store, store, True, geometry
+        (9, 0), 132, True, False, 4, torch.bfloat16, (1, 1, 64, 192), 4, 128, 1, 1, False, num_blocks, num_tokens, store, store, store, True, geometry
     )  # fmt: skip
     assert op.cut_of(sizes).num_blocks == num_tokens // geometry.selection_block_size
     assert op.cut_of(sizes._replace(most_tokens=num_tokens + 1)).num_blocks > num_tokens // geometry.selection_block_size

@@ -10,6 +10,10 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
+STARTS_EARLY = False
+"""With programmatic dependent launch: whether a step's first launch starts while `append` runs, and reads q, the lengths, page tables, and the keys
+of earlier steps before `append` ends. All of these must have been written before `append` was launched, as a layer does."""
+
 
 def has_pdl(x: Tensor) -> bool:
     """Return True if a launch on x's device may start while the one before it ends (programmatic dependent launch, from 9.0 on)."""

@@ -216,7 +216,7 @@ def append_kernel(
     HALF_K: tl.constexpr, HALF_V: tl.constexpr, HALF_WIDTH_K: tl.constexpr, HALF_WIDTH_V: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, RING_A: tl.constexpr, RING_B: tl.constexpr, RING_C: tl.constexpr,
     WRITTEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr, TILES_V: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of WRITTEN stores (a, b and c), and the blocks of "raw" that they complete; a store without v has None for it.
 
@@ -225,6 +225,9 @@ def append_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if LETS_START:
+        # behind the wait: what starts now may read what the launches before this one wrote
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     PARTS: tl.constexpr = max(2 * WRITTEN, 1)
     num_written = num_sequences * num_new * (2 * WRITTEN)
@@ -366,11 +369,13 @@ def down_kernel(
     k_means_ptr, v_means_ptr, cmp_k_ptr, cmp_v_ptr, cmp_table_ptr, frequencies_ptr, num_items, numbers, cmp_rows, cmp_pages, cmp_width, factor,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, HALF_K: tl.constexpr, HALF_V: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Finish phi `mlp`; grid (tiles of blocks, tiles of columns of half of k, then of v)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if LETS_START:
+        tl.extra.cuda.gdc_launch_dependents()
     item_tile, column_tile = tl.program_id(0), tl.program_id(1)
     if column_tile < TILES_K:
         _down(

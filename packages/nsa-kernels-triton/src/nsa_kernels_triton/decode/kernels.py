@@ -16,6 +16,7 @@ position is.
 With PDL (programmatic dependent launch), programs of a launch start when the last programs of the launch before end, and those of
 `attend_kernel` while `choose_kernel` runs. They read the results of that launch only after `gdc_wait`, and every program calls it, so that a launch
 ends after the one before. `split_kernel` does not let the next launch start earlier: programs that wait would occupy slots of those that read.
+With STARTS_EARLY it starts itself while `append` runs, and reads keys of earlier steps: see `launch.STARTS_EARLY`.
 """
 
 import triton
@@ -150,13 +151,15 @@ def _store_partial(
 @triton.jit
 def _window_split(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first_ptr, outs_ptr, maxima_ptr, sums_ptr,
-    sequence, group, row, t, head_tile, split, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, factor,
+    sequence, group, row, start, query, head_tile, split, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr,
     SPLITS: tl.constexpr, FIRST_SLOT: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial result of one split of the window of one row of q, at position `t`, for a tile of a group's heads."""
+    """Write the partial result of one split of the window of one row of q, at position start + query, for a tile of a group's heads."""
     HG: tl.constexpr = H // G
+    t = start + query
     in_group = head_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = in_group < HG
     heads = row * H + group * HG + in_group
@@ -170,6 +173,8 @@ def _window_split(
         last = tl.minimum(t, end_of_store - 1 + first_held)
     tiles = tl.cdiv(t + 1 - first, SLICES * SLICE_KEYS)
     share = tl.cdiv(tiles, SPLITS)
+    if STARTS_EARLY and first + (split + 1) * share * (SLICES * SLICE_KEYS) > start:
+        tl.extra.cuda.gdc_wait()
     in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
     acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
     for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
@@ -180,6 +185,8 @@ def _window_split(
             q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
             G, D_K, K1, K2, D_V, V1, V2, EXACT,
         )  # fmt: skip
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
     _store_partial(
         outs_ptr, maxima_ptr, sums_ptr, FIRST_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
     )  # fmt: skip
@@ -189,7 +196,7 @@ def _window_split(
 @triton.jit
 def split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr,
-    cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
+    cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, arrivals_ptr,
     num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, win_rows, win_pages, win_table_width, win_end,
     num_blocks, num_tops, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
@@ -198,7 +205,7 @@ def split_kernel(
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
     CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_FROM: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr, WIN_SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr,
-    STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the partial results of one split of the compressed keys, or of one query's window.
 
@@ -206,9 +213,12 @@ def split_kernel(
     splits of the window begin at number WIN_FROM: if it is CMP_SPLITS they have programs of their own, if it is 0 a program takes one of each kind.
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
     num_blocks): first the share from a block's own strides, then the share from the block before. For every SLICE_BLOCKS blocks, the maximum
-    to which they are relative goes to `tops_ptr`, (rows of q * H, num_tops).
+    to which they are relative goes to `tops_ptr`, (rows of q * H, num_tops). `arrivals_ptr`, (rows of q, G), if any, is set to 0.
+
+    With STARTS_EARLY (and PDL), a program that reads no key of this step waits for `append` only before it writes: until then what it writes to
+    may be scratch memory of `append`.
     """
-    if PDL:
+    if PDL and not STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
@@ -219,14 +229,19 @@ def split_kernel(
         if query < count:
             _window_split(
                 q_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr, outs_ptr, maxima_ptr, sums_ptr,
-                sequence, group, first_row + query, start + query, head_tile, split - WIN_FROM, num_heads_of_rows,
+                sequence, group, first_row + query, start, query, head_tile, split - WIN_FROM, num_heads_of_rows,
                 win_rows, win_pages, win_table_width, win_end, factor,
                 H, G, D_K, K1, K2, D_V, V1, V2, WINDOW, RING, EXACT, WIN_SPLITS, CMP_SPLITS, BLOCK_ROWS, WIN_SLICES, SLICE_KEYS, WIN_STAGES,
+                STARTS_EARLY,
             )  # fmt: skip
     if split >= CMP_SPLITS:
+        if STARTS_EARLY:
+            tl.extra.cuda.gdc_wait()
         return
     row0 = tl.program_id(2) * BLOCK_ROWS
     if row0 >= count * HG:
+        if STARTS_EARLY:
+            tl.extra.cuda.gdc_wait()
         return
     rows = row0 + tl.arange(0, BLOCK_ROWS)
     queries = rows // HG
@@ -241,6 +256,10 @@ def split_kernel(
     tiles = tl.cdiv(last_end, TILE_BLOCKS * STRIDES)
     share = tl.cdiv(tiles, CMP_SPLITS)
     chooses = t_last // SELECTION_SIZE >= NUM_SELECTED
+    if STARTS_EARLY:
+        _first, old_end = visible_keys(start - 1, False, SIZE, STRIDE, 1)
+        if tl.minimum((split + 1) * share * (TILE_BLOCKS * STRIDES), last_end) > old_end:
+            tl.extra.cuda.gdc_wait()
     slices = tl.arange(0, SLICES)
     column = tl.arange(0, SLICE_BLOCKS * PADDED_STRIDES)
     stride = column % PADDED_STRIDES
@@ -261,6 +280,9 @@ def split_kernel(
             G, D_K, K1, K2, D_V, V1, V2, EXACT,
         )  # fmt: skip
         if chooses:
+            # the pipeline issues the loads of the first tiles before the loop: they do not wait
+            if STARTS_EARLY and tile == split * share:
+                tl.extra.cuda.gdc_wait()
             by_block = tl.reshape(weights, (SLICES, BLOCK_ROWS, SLICE_BLOCKS, PADDED_STRIDES))
             blocks = tile * TILE_BLOCKS + in_blocks[:, None, :]
             target = blocks_ptr + (heads * (2 * num_blocks))[None, :, None] + blocks
@@ -269,6 +291,10 @@ def split_kernel(
                 reaching = tl.sum(by_block * next_weight, 3)
                 tl.store(target + num_blocks + 1, reaching, mask=exists[None, :, None] & (blocks + 1 < num_blocks))
             tl.store(tops_ptr + (heads * num_tops)[None, :] + (tile * SLICES + slices)[:, None], row_max, mask=exists[None, :])
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    if arrivals_ptr is not None and split == 0:
+        tl.store(arrivals_ptr + (first_row + queries) * G + group, 0, mask=exists & (rows % HG == 0))
     _store_partial(
         outs_ptr, maxima_ptr, sums_ptr, split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
     )  # fmt: skip
@@ -276,15 +302,15 @@ def split_kernel(
 
 @triton.jit
 def _importance(
-    maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, last_free, num_heads_of_rows, num_blocks, num_tops,
+    maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, first_top, last_free, num_heads_of_rows, num_blocks, num_tops,
     H: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     SUMMED_HEADS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the importance of the blocks 0 .. last_free of one query (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,), and any number of the others.
+    """Return the importance of one query's blocks from first_top * SLICE_BLOCKS on (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,).
 
-    It is its heads' weights by block, normalised, and summed over a group.
+    It is its heads' weights by block, normalised, and summed over a group. Behind `last_free` it is any number.
     """
-    splits, tops = tl.arange(0, PADDED_SPLITS), tl.arange(0, TOPS)
+    splits, tops = tl.arange(0, PADDED_SPLITS), first_top + tl.arange(0, TOPS)
     in_slice = tl.arange(0, SLICE_BLOCKS)
     blocks = (tops * SLICE_BLOCKS)[:, None] + in_slice[None, :]
     importance = tl.zeros([TOPS, SLICE_BLOCKS], tl.float32)
@@ -324,23 +350,37 @@ def _importance(
     return tl.gather(tl.reshape(importance, (TOPS * SLICE_BLOCKS,)), tl.arange(0, TOPS * SLICE_BLOCKS), 0)
 
 
+@triton.jit
+def _store_choice(
+    importance, target, slots, own, num_blocks, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Write the choice of a row whose last block is `own`, ascending, by the importance of its blocks from 0 on; `target`: addresses of `slots`."""
+    BLOCKS: tl.constexpr = importance.shape[0]
+    blocks = tl.arange(0, BLOCKS)
+    is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL) & (blocks < num_blocks)
+    words, ends = chosen_words(importance, is_free, NUM_SELECTED - NUM_INITIAL - NUM_LOCAL, BLOCKS)
+    tl.store(target, blocks_at(slots, words, ends, own, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL), mask=slots < NUM_SELECTED)
+
+
 @CachedLaunch
 @triton.jit
 def choose_kernel(
-    gates_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr, counters_ptr, out_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    gates_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, importance_ptr, arrivals_ptr,
+    indices_ptr, counters_ptr, out_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
     num_queries, num_sequences, search_steps, num_heads_of_rows, num_blocks, num_tops,
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     WIN_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
     SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, PARTS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
+    CHOOSERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the blocks of one row of q and one group, or merge two branches of MERGED_HEADS heads; grid (rows * G * PARTS,).
 
-    The first of the PARTS programs of a row and group chooses. The others write the compressed branch plus the window, each times its gate,
-    to the slot of `outs_ptr` behind theirs. A row that does not count chooses nothing, and its output is 0. The counters of `attend_kernel`
-    are set to 0.
+    The first CHOOSERS of the PARTS programs of a row and group choose. If they are several, each adds up the heads for TOPS * SLICE_BLOCKS
+    blocks, and the last to arrive, by `arrivals_ptr` (rows, G), chooses by `importance_ptr`, (rows, G, CHOOSERS * TOPS * SLICE_BLOCKS). The others
+    write the compressed branch plus the window, each times its gate, to the slot of `outs_ptr` behind theirs. A row that does not count chooses
+    nothing, and its output is 0. The counters of `attend_kernel` are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -362,9 +402,9 @@ def choose_kernel(
     t = tl.load(start_ptr + sequence) + query
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if part > 0:
+    if part >= CHOOSERS:
         if counts:
-            in_group = (part - 1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
+            in_group = (part - CHOOSERS) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
             heads, exists = row * H + group * HG + in_group, in_group < HG
             # the order of the gates: cmp, slc, win
             gates = gates_ptr + 3 * heads
@@ -378,20 +418,33 @@ def choose_kernel(
             columns = tl.arange(0, WIDTH)
             tl.store(target + columns[None, :], both, mask=exists[:, None] & (columns < D_V)[None, :])
         return
+    BLOCKS: tl.constexpr = TOPS * SLICE_BLOCKS
     slots = tl.arange(0, SLOTS)
     target = indices_ptr + (row * G + group) * NUM_SELECTED + slots
     own = tl.where(counts, t // SELECTION_SIZE, -1)
     if own < NUM_SELECTED:
         tl.store(target, tl.where(slots <= own, slots, -1), mask=slots < NUM_SELECTED)
     else:
+        first_top, last_free = 0, tl.minimum(own - NUM_LOCAL, num_blocks - 1)
+        if CHOOSERS > 1:
+            first_top = part * TOPS
         importance = _importance(
-            maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, tl.minimum(own - NUM_LOCAL, num_blocks - 1), num_heads_of_rows,
+            maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, first_top, last_free, num_heads_of_rows,
             num_blocks, num_tops, H, HG, REACH, EXACT, CMP_SPLITS, PADDED_SPLITS, SUMMED_HEADS, TOPS, SLICE_BLOCKS,
         )  # fmt: skip
-        blocks = tl.arange(0, TOPS * SLICE_BLOCKS)
-        is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL) & (blocks < num_blocks)
-        words, ends = chosen_words(importance, is_free, NUM_SELECTED - NUM_INITIAL - NUM_LOCAL, TOPS * SLICE_BLOCKS)
-        tl.store(target, blocks_at(slots, words, ends, own, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL), mask=slots < NUM_SELECTED)
+        if CHOOSERS == 1:
+            _store_choice(importance, target, slots, own, num_blocks, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL)
+        # programs behind the last free block have nothing to add up
+        elif part * BLOCKS <= last_free:
+            source = importance_ptr + (row * G + group) * (CHOOSERS * BLOCKS)
+            tl.store(source + part * BLOCKS + tl.arange(0, BLOCKS), importance)
+            # every warp's sums are written before the program counts as arrived
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + row * G + group, 1, sem="acq_rel", scope="gpu")
+            if arrived == last_free // BLOCKS:
+                blocks = tl.arange(0, CHOOSERS * BLOCKS)
+                whole = tl.load(source + blocks, mask=blocks <= last_free, other=0.0, cache_modifier=".cg")
+                _store_choice(whole, target, slots, own, num_blocks, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL)
     for head_tile in range(HEAD_TILES):
         tl.store(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 0)
     if not counts:

@@ -10,6 +10,7 @@ from nsa_core import blocks
 from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
+from nsa_kernels_triton import launch
 from nsa_kernels_triton.decode import kernels
 from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
 from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
@@ -38,6 +39,10 @@ BLOCK_ROWS = 16
 MOST_IN_FLIGHT = 3
 """Maximum number of a program's tiles in flight."""
 CHOICE_WARPS = 8
+CHOOSERS = 1
+"""Maximum programs that add up a group's heads for one row, each for a part of the blocks; a power of two. The last to arrive chooses."""
+LEAST_CHOOSER_BLOCKS = 256
+"""Minimum blocks of such a program, if they are several."""
 SUMMED_WEIGHTS = 8192
 """Numbers of one kind that a program of `choose_kernel` holds at a time, to add up a group's heads, or of an output that it merges."""
 LEAST_MERGED_HEADS = 2
@@ -82,6 +87,8 @@ class StepSizes(NamedTuple):
     capability: tuple[int, int] | None
     num_multiprocessors: int
     has_pdl: bool
+    starts_early: bool
+    """True if the first launch may read what earlier steps wrote while `append` runs."""
     most_slices: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -105,11 +112,14 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, geometry: BlockGeometry) -> "StepSizes":
-        """Return the sizes of a step."""
+        """Return the sizes of a step over the stores as they were given."""
         q, (num_groups, head_dim_v) = queries.q, cmp.v.shape[2:]
         assert queries.start is not None
+        # a copy of q, of keys or of a window's tail is written behind `append`
+        has_copies = win.first is not None or not (q.is_contiguous() and _is_contiguous(cmp) and _is_contiguous(win))
         return cls(
-            capability_of(q), num_multiprocessors(q), has_pdl(q), SLICES, q.dtype, q.shape, num_groups, head_dim_v,
+            capability_of(q), num_multiprocessors(q), has_pdl(q), launch.STARTS_EARLY and has_pdl(q) and not has_copies, SLICES,
+            q.dtype, q.shape, num_groups, head_dim_v,
             queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count, Extent.of(slc).end,
             (cmp.k.dtype, cmp.page_table is not None), (slc.k.dtype, slc.page_table is not None),
             (win.k.dtype, win.page_table is not None), win.ring, geometry,
@@ -183,6 +193,8 @@ class Cut(NamedTuple):
     num_tops: int
     num_positions: int
     """Number of compressed keys that may be read."""
+    num_summed: int
+    """Numbers of importance that several programs hand to the one that chooses; 0 if one adds them up."""
     split: Launch
     choose: Launch
     attend: Launch
@@ -223,18 +235,19 @@ def cut_of(sizes: StepSizes) -> Cut:
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
         WINDOW=geometry.window_size, RING=sizes.is_ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_FROM=splits.win_from,
         HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS,
-        num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
+        num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, STARTS_EARLY=sizes.starts_early, **both, **attends,
     )  # fmt: skip
-    padded_tops = next_power_of_2(num_tops)
+    choosers = max(1, min(CHOOSERS, next_power_of_2(num_blocks) // LEAST_CHOOSER_BLOCKS))
+    padded_tops = next_power_of_2(cdiv(num_tops, choosers))
     # as many merging programs as run next to the choosing ones, one per multiprocessor
-    most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - 1)
+    most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - choosers)
     merged_heads = min(max(LEAST_MERGED_HEADS, next_power_of_2(cdiv(group_size, most_parts))), max(1, SUMMED_WEIGHTS // width))
-    parts = 1 + cdiv(group_size, merged_heads)
+    parts = choosers + cdiv(group_size, merged_heads)
     choose = dict(
         WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
         PADDED_SPLITS=next_power_of_2(splits.cmp), WIN_SPLITS=splits.win, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
-        TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
+        TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks), CHOOSERS=choosers,
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
     )  # fmt: skip
     slc_tiles = Tiles.of(sizes, sizes.slc, SLICE_KEYS, sizes.most_slices)
@@ -246,6 +259,7 @@ def cut_of(sizes: StepSizes) -> Cut:
     )  # fmt: skip
     return Cut(
         splits.cmp + splits.win + 1 + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
+        choosers * padded_tops * slice_blocks if choosers > 1 else 0,
         Launch((num_pairs, max(splits.cmp, splits.win_from + splits.win), max(row_tiles, num_queries)), split),
         # one axis: the others end at 65,535
         Launch((num_rows * num_groups * parts,), choose),
@@ -258,7 +272,6 @@ def _decode(
     queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     q, gates = queries.q.contiguous(), gates.contiguous()
-    cmp, slc, win = _contiguous(cmp), _contiguous(slc), _contiguous(win)
     (batch, length, num_heads, _), (num_groups, head_dim_v) = q.shape, cmp.v.shape[2:]
     out = q.new_empty(batch, length, num_heads, head_dim_v)
     indices = q.new_empty(batch, length, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
@@ -266,6 +279,7 @@ def _decode(
         return out, indices
     assert queries.start is not None
     cut, num_sequences = cut_of(StepSizes.of(queries, cmp, slc, win, geometry)), queries.start.shape[0]
+    cmp, slc, win = _contiguous(cmp), _contiguous(slc), _contiguous(win)
     rows_of_heads, num_slots, num_blocks, num_tops = batch * length * num_heads, cut.num_slots, cut.num_blocks, cut.num_tops
 
     def scratch(*shape: int) -> Tensor:
@@ -274,16 +288,19 @@ def _decode(
     outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
     weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
     counters = q.new_empty(batch * length, num_groups, cut.head_tiles, dtype=torch.int32)
+    importance, arrivals = None, None
+    if cut.num_summed:
+        importance, arrivals = scratch(batch * length, num_groups, cut.num_summed), counters.new_empty(batch * length, num_groups)
     factor = score_factor(q, scale)
     in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
     kernels.split_kernel[cut.split.grid](
         q, cmp.k, cmp.v, cmp.page_table, win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first,
-        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
+        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops, arrivals,
         length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, cut.num_positions), *in_win,
         num_blocks, num_tops, factor, **cut.split.constants,
     )  # fmt: skip
     kernels.choose_kernel[cut.choose.grid](
-        gates, outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
+        gates, outs, maxima, sums, weights, tops, importance, arrivals, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
         length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops, **cut.choose.constants,
     )  # fmt: skip
     kernels.attend_kernel[cut.attend.grid](
@@ -293,8 +310,12 @@ def _decode(
     return out, indices
 
 
+def _is_contiguous(keys: Keys) -> bool:
+    return all(x.is_contiguous() for x in keys if isinstance(x, Tensor))
+
+
 def _contiguous(keys: Keys) -> Keys:
-    if all(x.is_contiguous() for x in keys if isinstance(x, Tensor)):
+    if _is_contiguous(keys):
         return keys
     tensors: dict[str, Any] = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
     return keys._replace(**tensors)
