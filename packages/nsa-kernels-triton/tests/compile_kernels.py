@@ -52,7 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
     "long step": {"layout": "cached", "num_rows": 1, "num_heads": 32, "num_kv_heads": 8, "length": 8000},
     "step in other forms": {
-        "layout": "cached", "num_rows": 1, "num_heads": 32, "num_kv_heads": 2, "length": 9000,
+        "layout": "cached",
+        "num_rows": 1,
+        "num_heads": 32,
+        "num_kv_heads": 2,
+        "length": 9000,
         "forms": {"launch.STARTS_EARLY": True, "decode.op.CHOOSERS": 4, "decode.op.LEAST_CHOOSER_BLOCKS": 32},
     },
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
