@@ -6,6 +6,7 @@ bytes, its case, and the reductions in it that Triton 3.6 gets wrong. Needs a pr
 """
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -50,6 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
     "step over a ring": {"layout": "cached", "num_rows": 1, "ring": True},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
     "long step": {"layout": "cached", "num_rows": 1, "num_heads": 32, "num_kv_heads": 8, "length": 8000},
+    "step in other forms": {
+        "layout": "cached",
+        "num_rows": 1,
+        "num_heads": 32,
+        "num_kv_heads": 2,
+        "length": 9000,
+        "forms": {"launch.STARTS_EARLY": True, "decode.op.CHOOSERS": 4, "decode.op.LEAST_CHOOSER_BLOCKS": 32},
+    },
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
 
@@ -190,6 +199,17 @@ def run_rotate(head_dim: int, num_rows: int, num_kv_heads: int = 2, dtype: torch
         backend(heads, start, rope)
 
 
+def set_constants(forms: dict[str, Any]) -> dict[str, Any]:
+    """Set the package's constants `module.NAME` of `forms`, and return those that were there."""
+    kept = {}
+    for path, value in forms.items():
+        module, _, name = path.rpartition(".")
+        found = importlib.import_module(f"nsa_kernels_triton.{module}")
+        kept[path] = getattr(found, name)
+        setattr(found, name, value)
+    return kept
+
+
 def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:
     """Compile the cases `names`, or all of them, and print what was compiled."""
     major, _, minor = capability.partition(".")
@@ -200,6 +220,7 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     compiler.install()
     for name in names or CASES:
         chosen = operations.split(",")
+        kept = set_constants(CASES[name].get("forms", {}))
         run_case(
             [each for each in chosen if each not in (Operation.APPEND, Operation.ROTATE)], int(head_dim_qk), int(head_dim_v), **CASES[name]
         )
@@ -210,6 +231,7 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
         for kernel, shared, wrong in sorted(compiler.found):
             print(json.dumps({"kernel": kernel, "shared": shared, "case": name, "wrong": wrong}))
         compiler.found.clear()
+        set_constants(kept)
 
 
 if __name__ == "__main__":
