@@ -206,7 +206,7 @@ class NSACache:
             return Step(self.lengths.clone(), added, in_place)
         wanted = torch.full_like(self.lengths, num_queries) if count is None else count
         if self.read_counter is not None:
-            self.read_counter.reads = None
+            self.read_counter.forget()
         if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
             # nothing is left to grow, so the graph need not end
             self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
@@ -261,8 +261,9 @@ class NSACache:
         self.lengths.add_(step.added)
         if not (self.is_static and step.in_place):
             self.bounds.end()
-        if self.read_counter is not None and self.read_counter.reads is not None:
-            predicted, actual = self.read_counter.reads
+        reads = None if self.read_counter is None else self.read_counter.reads
+        if reads is not None:
+            predicted, actual = reads
             torch.cat([predicted.unsqueeze(1), actual], 1, out=self._last_reads)
             self._total_reads.add_(self._last_reads)
 
@@ -369,7 +370,7 @@ class NSACache:
         self.lengths = self.lengths.index_select(0, chosen)
         self._last_reads, self._total_reads = (x.index_select(0, chosen) for x in (self._last_reads, self._total_reads))
         if self.read_counter is not None:
-            self.read_counter.reads = None
+            self.read_counter.forget()
 
     def _checked(self, indices: Tensor) -> Tensor:
         """Return `indices` on the cache's device."""
