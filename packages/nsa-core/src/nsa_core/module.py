@@ -132,6 +132,7 @@ class NativeSparseAttention(nn.Module):
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
+        step_graphs: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> NSACache:
@@ -150,6 +151,7 @@ class NativeSparseAttention(nn.Module):
             max_rollback=max_rollback,
             keep_raw=keep_raw,
             count_reads=count_reads,
+            step_graphs=step_graphs,
             num_kv_heads=self._num_kv_heads(),
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device if device is None else device,
@@ -187,7 +189,9 @@ class NativeSparseAttention(nn.Module):
         if cache is not None:
             if max_seqlen is not None and not torch.compiler.is_compiling():
                 warnings.warn(f"max_seqlen={max_seqlen} is not used with a cache (it knows its lengths); leave it out", stacklevel=2)
-            return self._forward_cached(x, cache, query_count)
+            if cache.graphs is None:
+                return self._forward_cached(x, cache, query_count)
+            return cache.graphs.run(self, cache, x, query_count, lambda rows, count: self._forward_cached(rows, cache, count))
         if query_count is not None:
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
