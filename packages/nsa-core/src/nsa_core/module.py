@@ -16,7 +16,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.dispatch import make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
-from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
+from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step, streams
 from nsa_core.operands import BranchKeys, keys_of, queries_of
 from nsa_core.reference.rows import positions_of
 from nsa_core.rope import RotaryEmbedding, rotate, unrotated
@@ -132,6 +132,7 @@ class NativeSparseAttention(nn.Module):
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
+        step_graphs: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> NSACache:
@@ -150,6 +151,7 @@ class NativeSparseAttention(nn.Module):
             max_rollback=max_rollback,
             keep_raw=keep_raw,
             count_reads=count_reads,
+            step_graphs=step_graphs,
             num_kv_heads=self._num_kv_heads(),
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device if device is None else device,
@@ -187,7 +189,9 @@ class NativeSparseAttention(nn.Module):
         if cache is not None:
             if max_seqlen is not None and not torch.compiler.is_compiling():
                 warnings.warn(f"max_seqlen={max_seqlen} is not used with a cache (it knows its lengths); leave it out", stacklevel=2)
-            return self._forward_cached(x, cache, query_count)
+            if cache.graphs is None:
+                return self._forward_cached(x, cache, query_count)
+            return cache.graphs.run(self, cache, x, query_count, lambda rows, count: self._forward_cached(rows, cache, count))
         if query_count is not None:
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
@@ -258,7 +262,9 @@ class NativeSparseAttention(nn.Module):
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
-        return self._attend(x, queries, keys, (self.telemetry,))
+        out = self._attend(queries, keys, self._gates(self.gate(x), queries), (self.telemetry,))
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected
 
     def _queries(self, x: Tensor) -> Tensor:
         """Return the queries `(B, S, H, D_k)` before RoPE."""
@@ -285,24 +291,44 @@ class NativeSparseAttention(nn.Module):
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
 
     def _project(self, x: Tensor, turn: Turn) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
-        """Return the rotated q `(B, S, H, D_k)`, and k and v `(B, S, G, D)` of x's tokens by reader.
+        """Return the rotated q `(B, S, H, D_k)`, and k and v `(B, S, G, D)` of x's tokens by reader; see `_by_reader`."""
+        return self._by_reader(self._queries(x), self._keys_by_name(x), self._values_by_name(x), turn)
 
-        The readers are "slc" and "win", of rotated keys, and "raw", which phi reads. An absent branch has None. Readers that share k and
-        v get the same tensors. `turn` rotates q and the keys of every branch in one call.
+    @property
+    def _readers(self) -> dict[str, str]:
+        """Return the branch whose projections each reader reads; with shared keys and values that is "all".
+
+        The readers are "slc" and "win", of rotated keys, and "raw", which phi reads.
         """
-        config, on_tokens = self.config, self.config.compressed_rope == "tokens"
         readers = {"raw": "cmp"} if self._has_compressed_keys else {}
-        readers |= {branch: branch for branch in ("slc", "win") if branch in config.branches}
-        if config.kv == "shared":
-            readers = dict.fromkeys(readers, "all")
-        keys = {name: self._keys(x, name) for name in dict.fromkeys(readers.values())}
+        readers |= {branch: branch for branch in ("slc", "win") if branch in self.config.branches}
+        return dict.fromkeys(readers, "all") if self.config.kv == "shared" else readers
+
+    @property
+    def _readers_of_values(self) -> dict[str, str]:
+        return {reader: name for reader, name in self._readers.items() if reader != "raw" or "cmp" in self.config.branches}
+
+    def _keys_by_name(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the keys `(B, S, G, D_k)` that `_readers` names, before RoPE."""
+        return {name: self._keys(x, name) for name in dict.fromkeys(self._readers.values())}
+
+    def _values_by_name(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the values `(B, S, G, D_v)` that `_readers_of_values` names."""
+        return {name: self._values(x, name) for name in dict.fromkeys(self._readers_of_values.values())}
+
+    def _by_reader(
+        self, q: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], turn: Turn
+    ) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
+        """Return the rotated q, and k and v by reader. An absent branch has None. Readers that share k and v get the same tensors.
+
+        `turn` rotates q and the keys of every branch in one call.
+        """
+        on_tokens, with_values = self.config.compressed_rope == "tokens", self._readers_of_values
         turned = [name for name in keys if name != "cmp" or on_tokens]
-        q, *rotated = turn((self._queries(x), *(keys[name] for name in turned)))
+        q, *rotated = turn((q, *(keys[name] for name in turned)))
         rotated_keys = keys | dict(zip(turned, rotated, strict=True))
-        with_values = {reader: name for reader, name in readers.items() if reader != "raw" or "cmp" in config.branches}
-        values = {name: self._values(x, name) for name in dict.fromkeys(with_values.values())}
         found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
-        for reader, name in readers.items():
+        for reader, name in self._readers.items():
             k = rotated_keys[name] if reader != "raw" or on_tokens else keys[name]
             found[reader] = k, values[name] if reader in with_values else None
         return q, found
@@ -317,30 +343,53 @@ class NativeSparseAttention(nn.Module):
 
     @torch.no_grad()
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
-        step = cache.begin_step(x.shape[1], query_count)
         if not x.numel():
+            cache.begin_step(x.shape[1], query_count)
             return torch.zeros_like(x)
-        config = self.config
-        q, pairs = self._project(
-            x, lambda heads: rotate_heads(heads, step.start, self.rope, config.geometry, config.backends, self.registry)
+        if torch.compiler.is_compiling() or cache.graphs is None or not streams.is_captured(x.device):
+            return self._step(x, cache, query_count)
+        with streams.joining_on_error(x.device):
+            return self._step(x, cache, query_count)
+
+    def _step(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
+        """Return the output of a step.
+
+        In a capture of a cache with `step_graphs`, independent work runs concurrently; see `kv_cache.streams`.
+        """
+        config, device = self.config, None if cache.graphs is None else x.device
+        q = streams.fork(device, 0, lambda: self._queries(x))
+        logits = streams.fork(device, 1, lambda: self.gate(x))
+        values = streams.fork(device, 2, lambda: self._values_by_name(x))
+        step = cache.begin_step(x.shape[1], query_count)
+        unturned = Queries(q, x.shape[1], None, step.start, step.added)
+        gates = streams.fork(device, 1, lambda: self._gates(logits, unturned))
+        keys_by_name = self._keys_by_name(x)
+        streams.join(device, 3)
+        queries, pairs = self._by_reader(
+            q,
+            keys_by_name,
+            values,
+            lambda heads: rotate_heads(heads, step.start, self.rope, config.geometry, config.backends, self.registry),
         )
         rows = {name: cache.new_rows(name, k, v) for name, (k, v) in pairs.items() if k is not None and name in cache.keys}
         # the ring takes the new tokens last if a retry of this step needs what they overwrite
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
-        cmp = self._append(cache, rows, step)
-        win = cache.window(rows, step)
-        slc = rows["slc"].store if "slc" in rows else None
-        queries = Queries(q, x.shape[1], None, step.start, step.added)
-        keys = {"_cmp": cmp, "_slc": slc, "_win": win}
+        keys = {
+            "_cmp": self._append(cache, rows, step),
+            "_slc": rows["slc"].store if "slc" in rows else None,
+            "_win": cache.window(rows, step),
+        }
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
-        out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter), is_known=is_known)
+        out = self._attend(unturned._replace(q=queries), keys, gates, (self.telemetry, cache.read_counter), is_known=is_known)
         if not (is_known or is_traced):
             cache.note_form(form)
+        projected: Tensor = streams.fork(device, 0, lambda: self.o_proj(out.flatten(-2)))
         if late:
-            append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
+            append_rows(late, None, step.start, step.added, config.geometry, config.backends, self.registry)
         cache.end_step(step)
-        return out
+        streams.join(device, 1)
+        return projected
 
     def _append(self, cache: NSACache, rows: dict[str, NewRows], step: Step) -> Keys | None:
         """Write the step's rows (rings only in place) and the blocks that they complete; return the compressed keys and values."""
@@ -352,15 +401,8 @@ class NativeSparseAttention(nn.Module):
         append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         return cmp
 
-    def _attend(
-        self,
-        x: Tensor,
-        queries: Queries,
-        keys: BranchKeys,
-        observers: tuple[AttentionObserver | None, ...],
-        *,
-        is_known: bool = False,
-    ) -> Tensor:
+    def _gates(self, logits: Tensor, queries: Queries) -> Tensor:
+        """Return the gates `(B, S, H, 3)` of logits of the same shape, and note them in the telemetry; of `queries` the positions are read."""
         config = self.config
         has_compressed = None
         # small operations dominate the time of a step
@@ -368,16 +410,20 @@ class NativeSparseAttention(nn.Module):
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)
-        gates = gates_from_logits(
-            self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
-        )
+        gates = gates_from_logits(logits, has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches)
         if self.telemetry is not None:
             assert has_compressed is not None
-            is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if queries.count is None else queries.count.unsqueeze(1))
+            num_rows = logits.shape[1]
+            is_row = torch.arange(num_rows, device=logits.device) < (num_rows if queries.count is None else queries.count.unsqueeze(1))
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
+        return gates
+
+    def _attend(
+        self, queries: Queries, keys: BranchKeys, gates: Tensor, observers: tuple[AttentionObserver | None, ...], *, is_known: bool = False
+    ) -> Tensor:
+        """Return the gated sum of the branches `(B, S, H, D_v)`."""
+        config = self.config
         present = tuple(observer for observer in observers if observer is not None)
         call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
         absent = tuple(name for name in BRANCHES if name not in config.branches)
-        out = attend_branches(queries, keys, gates, absent, call, is_known=is_known)
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        return attend_branches(queries, keys, gates, absent, call, is_known=is_known)

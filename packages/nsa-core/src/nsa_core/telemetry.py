@@ -59,11 +59,23 @@ class ReadCounter(AttentionObserver):
 
     def __init__(self) -> None:
         """Start without a count."""
-        self.reads: Reads | None = None
+        self._reads: Reads | None = None
+        self._chosen: tuple[Tensor, Tensor, BlockGeometry] | None = None
+
+    @property
+    def reads(self) -> Reads | None:
+        """Return the reads of the last pass, None before the first; they are counted when they are first read, on the current stream."""
+        if self._chosen is not None:
+            self._reads, self._chosen = count_reads(*self._chosen), None
+        return self._reads
+
+    def forget(self) -> None:
+        """Drop the count."""
+        self._reads = self._chosen = None
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Count the reads of this pass."""
-        self.reads = count_reads(block_indices, positions, geometry)
+        """Keep what this pass chose, until `reads` counts it."""
+        self._chosen = block_indices, positions, geometry
 
 
 class LayerTelemetry(AttentionObserver):

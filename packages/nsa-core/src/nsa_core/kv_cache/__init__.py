@@ -2,7 +2,8 @@
 
 `cache.py` has NSACache, which the layer talks to. `stores.py` holds the tensors, `bounds.py` knows how many tokens each sequence
 holds and may take back: on the host for a cache that grows, on the device for a static one. `growth.py` is the part of a step that
-runs on the host, for a cache that grows.
+runs on the host, for a cache that grows. `streams.py` lets parts of a captured step run concurrently, `step_graphs.py` captures and replays
+the steps of a static cache.
 """
 
 from nsa_core.kv_cache.cache import NSACache, Step

@@ -18,6 +18,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
 from nsa_core.kv_cache.pages import PageTable
+from nsa_core.kv_cache.step_graphs import StepGraphs
 from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, StoreOptions, Stores
 from nsa_core.reference.append import join_rows
 from nsa_core.telemetry import ReadCounter, Reads
@@ -58,6 +59,7 @@ class NSACache:
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
+        step_graphs: bool = False,
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -76,13 +78,20 @@ class NSACache:
         to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
         heads of this rank, where tensor parallelism shares them out; None: the config's.
 
+        `step_graphs`: the layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `graphs`.
+
         Raises:
             InputError: for sizes below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound, a page that does
-                not hold whole selection blocks, or an unknown kv_dtype.
+                not hold whole selection blocks, an unknown kv_dtype, or step_graphs of a cache that is not static or not on a GPU.
         """
         if batch_size < 0 or (max_seqlen is not None and max_seqlen < 1) or max_rollback < 0:
             raise InputError(
                 f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
+            )
+        if step_graphs and not (static and torch.device(device).type == "cuda"):
+            raise InputError(
+                f"step_graphs=True with static={static} on {device} (a CUDA graph holds a step of a static cache on a GPU); "
+                "use static=True and a GPU, or leave it out"
             )
         is_fixed = static or page_size is not None
         if is_fixed and max_seqlen is None:
@@ -107,6 +116,9 @@ class NSACache:
         # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
+        self.graphs = StepGraphs() if step_graphs else None
+        """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
+        `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
         """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
 
@@ -196,7 +208,7 @@ class NSACache:
                 exactly, one on the GPU is not read and counts as `num_queries`.
             InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
         """
-        self._check_count(num_queries, query_count)
+        self.check_count(num_queries, query_count)
         count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
@@ -206,7 +218,7 @@ class NSACache:
             return Step(self.lengths.clone(), added, in_place)
         wanted = torch.full_like(self.lengths, num_queries) if count is None else count
         if self.read_counter is not None:
-            self.read_counter.reads = None
+            self.read_counter.forget()
         if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
             # the stores cannot grow any more, so the graph need not end
             self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
@@ -261,12 +273,14 @@ class NSACache:
         self.lengths.add_(step.added)
         if not (self.is_static and step.in_place):
             self.bounds.end()
-        if self.read_counter is not None and self.read_counter.reads is not None:
-            predicted, actual = self.read_counter.reads
+        reads = None if self.read_counter is None else self.read_counter.reads
+        if reads is not None:
+            predicted, actual = reads
             torch.cat([predicted.unsqueeze(1), actual], 1, out=self._last_reads)
             self._total_reads.add_(self._last_reads)
 
-    def _check_count(self, num_queries: int, query_count: Tensor | None) -> None:
+    def check_count(self, num_queries: int, query_count: Tensor | None) -> None:
+        """Raise InputError for a query_count of the wrong shape, or, on a CPU, one that leaves 0 .. num_queries."""
         if query_count is None:
             return
         checks.check_tensor("query_count", query_count, (self.batch_size,), "(B,)", dtype=torch.int32)
@@ -369,7 +383,7 @@ class NSACache:
         self.lengths = self.lengths.index_select(0, chosen)
         self._last_reads, self._total_reads = (x.index_select(0, chosen) for x in (self._last_reads, self._total_reads))
         if self.read_counter is not None:
-            self.read_counter.reads = None
+            self.read_counter.forget()
 
     def _checked(self, indices: Tensor) -> Tensor:
         """Return `indices` on the cache's device."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache.bounds import HostBounds
+from nsa_core.kv_cache.streams import is_captured
 
 if TYPE_CHECKING:
     from nsa_core.kv_cache.cache import NSACache
@@ -44,8 +45,3 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
         stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
         cache.known_forms.clear()
         cache.can_grow = stores.capacity < cache.max_seqlen
-
-
-def is_captured(device: torch.device) -> bool:
-    """Return True if a CUDA graph captures what runs on `device`."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
