@@ -307,8 +307,13 @@ def test_it_stops_in_time_and_keeps_what_it_has(
     clocked(Clock(ms))
     assert run_command([*words, "--seconds", "5.5"]) == 0
     assert written(table) == {"4/2/16/8": 512, "2/2/8/8": 64}
+    shorter = [word.replace("32,64,128,256,512", "32,64") for word in words]
     clocked(Clock(ms))
-    assert run_command([word.replace("32,64,128,256,512", "32,64") for word in words]) == 0
+    # it stops in the second shape, the first is whole
+    assert run_command([*shorter, "--seconds", "5.5"]) == 0
+    assert written(table) == {"4/2/16/8": 64, "2/2/8/8": 64}
+    clocked(Clock(ms))
+    assert run_command(shorter) == 0
     assert written(table) == {"4/2/16/8": 64, "2/2/8/8": 64}
 
 

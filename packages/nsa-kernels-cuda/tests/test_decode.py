@@ -533,7 +533,7 @@ FORMS: dict[str, Form] = {
     "ring": in_a_ring,
     "tail": as_a_tail,
     "pages": in_pages,
-    "a ring beside pages": lambda step, case: in_pages(in_a_ring(step, case), case),
+    "a ring and pages": lambda step, case: in_pages(in_a_ring(step, case), case),
 }
 
 
@@ -673,7 +673,7 @@ def over(run: Run, form: Form) -> Run:
 PLACED_PROPERTIES = {
     "causality, rows": (check_future_tokens_change_nothing, as_it_is),
     "causality, FP8 in pages": (check_future_tokens_change_nothing, in_narrow_pages),
-    "group consistency, a ring beside pages": (check_heads_permute_within_groups, FORMS["a ring beside pages"]),
+    "group consistency, a ring and pages": (check_heads_permute_within_groups, FORMS["a ring and pages"]),
 }
 
 

@@ -400,7 +400,7 @@ unsigned pack(T type, float low, float high) {
   return bits_of(type, low) | bits_of(type, high) << 16;
 }
 
-// Of e4m3 as float32: 4 bits of exponent with bias 7, no infinity, and NaN where all bits but the sign are 1.
+// Return an e4m3 number as float32: 4 bits of exponent with bias 7, no infinity, and NaN where all bits but the sign are 1.
 inline float from_e4m3_byte(unsigned bits) {
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
   const float size = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);

@@ -1,6 +1,6 @@
-"""Other packages, where they are installed: what keeps them out, and their decode steps over the caches of `nsa-bench decode`.
+"""Other packages, where they are installed: the reasons against them, and their decode steps over the caches of `nsa-bench decode`.
 
-Each gets the step's keys, values, queries and gates in a layout of its own; that copy is not part of its time. A step of a peer writes
+Each gets the step's keys, values, queries and gates in its own layout; that copy is not part of its time. A step of a peer writes
 no rows. Peers are compared, not judged: their error is that of the reference with our choice of blocks.
 """
 
@@ -25,7 +25,7 @@ PAGE = 128
 
 
 def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, None if it can."""
+    """Return why `module` cannot be imported, or None if it can."""
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
@@ -48,7 +48,7 @@ def limits_of_fla(geometry: BlockGeometry, group_size: int, device: torch.device
 
 
 def shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
-    """Return whether the blocks are others than the peers share, and what to say then."""
+    """Return whether the blocks differ from those that the peers support, and the message about it."""
     sizes = geometry.as_tuple()[:3]
     return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
 

@@ -189,6 +189,7 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
     found: list[Threshold] = []
     race = Race(plan)
     shapes = list(dict.fromkeys(case.shape for case in plan.cases))
+    whole: list[HeadShape] = []
     for case, of_case in groupby(_measured(race, output.say), key=lambda one: one.case):
         for one in of_case:
             measurements.append(one)
@@ -205,9 +206,10 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
             }
             output.write(content, [{**row, "ratios": _as_text(row["ratios"]), **common} for row in rows])
         if target is not None:
-            write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], shapes[: shapes.index(case.shape)])
+            whole = shapes[: shapes.index(case.shape)]
+            write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], whole)
     if target is not None:
-        write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], [] if race.is_stopped else shapes)
+        write_found(target, kept, [{**facts, **to_dict(one, plan)} for one in found], whole if race.is_stopped else shapes)
         output.say(f"minimum lengths written to {target}")
     if race.is_stopped:
         output.say(f"stopped after {plan.seconds:g} s (--seconds); lengths or shapes are missing")

@@ -64,7 +64,10 @@ class ReadCounter(AttentionObserver):
 
     @property
     def reads(self) -> Reads | None:
-        """Return the reads of the last pass, None before the first; they are counted when they are first read, on the current stream."""
+        """Return the reads of the last pass, None before the first; they are counted when they are first read, on the current stream.
+
+        A step that a graph replays does not update them; `NSACache.last_reads` counts those too.
+        """
         if self._chosen is not None:
             self._reads, self._chosen = count_reads(*self._chosen), None
         return self._reads

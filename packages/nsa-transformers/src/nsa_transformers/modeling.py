@@ -160,8 +160,8 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             require_known_ids(ids, self.config.vocab_size)
 
     def _check_columns(self, columns: Tensor | None, cache: NSAModelCache | None, x: Tensor) -> None:
-        """Raise InputError for another `cache_position` than that of `x`; that of a single token on a GPU is not read."""
-        if columns is not None and not torch.compiler.is_compiling() and (x.shape[1] > 1 or x.device.type == "cpu"):
+        """Raise InputError for another `cache_position` than that of `x`; on a GPU it is not read, since that would wait for the device."""
+        if columns is not None and not torch.compiler.is_compiling() and x.device.type == "cpu":
             require_cache_position(columns, 0 if cache is None else int(cache.get_seq_length()), x.shape[1])
 
     def _check_cache(self, cache: Any) -> None:

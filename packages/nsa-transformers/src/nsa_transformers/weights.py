@@ -66,9 +66,9 @@ class Stored:
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Write the model to a folder; see `PreTrainedModel.save_pretrained`. Each file of weights, of an adapter excepted, has a checksum.
+        """Write the model to a folder; see `PreTrainedModel.save_pretrained`. Every weight file except an adapter's gets a checksum.
 
-        Of weights in one file that shards replace, the file is removed: it would be loaded in their place.
+        If shards replace a single file, that file is removed, because it would be loaded instead of them.
         """
         before = modified(Path(save_directory))
         parent: Any = super()

@@ -75,7 +75,10 @@ class ChoiceNote(LayerTelemetry):
 
 
 def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
-    """Return the haystacks `samples` of a length. The grid's seed, the length and its number determine each; training rows use other seeds."""
+    """Return the haystacks `samples` of a length.
+
+    The grid's seed, the length and its number determine each; training rows are drawn under other names.
+    """
     task, needles = plan.haystack(length), np.asarray(plan.needle_slots(length))
     ids, pairs = [], []
     for number in samples:

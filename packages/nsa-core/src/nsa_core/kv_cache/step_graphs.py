@@ -68,7 +68,7 @@ def _load_products(x: Tensor, stream: torch.cuda.Stream) -> None:
 
 
 class _Entry(NamedTuple):
-    """What must still be the value of `owner[name]`, at the same address if it is a tensor."""
+    """A value that must not change: `owner[name]`, at the same address if it is a tensor."""
 
     owner: dict[str, Any]
     name: str
@@ -86,7 +86,7 @@ class _Entry(NamedTuple):
 
 
 class _Wiring:
-    """What the graphs of a layer and a cache read by address, and what decides which kernels they have.
+    """The tensors of a layer and a cache that graphs read by address, and the settings that decide their kernels.
 
     It keeps the weights: a graph may not outlive them.
     """

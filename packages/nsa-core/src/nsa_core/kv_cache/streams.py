@@ -1,9 +1,9 @@
 """Side streams of a captured step: work that does not depend on each other runs concurrently when the graph is replayed.
 
-Only a capture forks: an eager step at batch 1 waits for its host, and events would add to that. Memory that a fork allocates belongs
-to its side stream, which may reuse it as soon as the last reference to it goes. A later fork of the same stream waits for the stream that
-forks, so what was read there before the fork is not overwritten. The caller therefore keeps every tensor that crosses streams until
-`join`, and forks only from one stream.
+Only a capture of a cache with `step_graphs` forks: an eager step at batch 1 waits for its host, and events would add to that. Memory that
+a fork allocates belongs to its side stream, which may reuse it as soon as the last reference to it goes. A later fork of the same stream
+waits for the stream that forks, so what was read there before the fork is not overwritten. The caller therefore keeps every tensor that
+crosses streams until `join`, and forks only from one stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +15,16 @@ import torch
 T = TypeVar("T")
 
 NUM_SIDE_STREAMS = 3
-"""Most side streams of a stream: each takes a workspace of cuBLAS."""
+"""Side streams that a step may fork, each with a workspace of cuBLAS. Number `NUM_SIDE_STREAMS` of a stream captures (`step_graphs`)."""
 _SIDE_STREAMS: dict[tuple[torch.cuda.Stream, int], torch.cuda.Stream] = {}
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return True if a CUDA graph captures what runs on `device`."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Return True if a CUDA graph captures the current stream of `device`."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def fork(device: torch.device | None, number: int, body: Callable[[], T]) -> T:
@@ -67,6 +70,6 @@ def side_stream(current: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
 
     If a program has so many streams that two of these are one, their work is ordered, and results stay right.
     """
-    # two threads that come first both get the stream that is kept
+    # two threads that come first both get the stored stream
     key = current, number
     return _SIDE_STREAMS.get(key) or _SIDE_STREAMS.setdefault(key, torch.cuda.Stream(current.device))

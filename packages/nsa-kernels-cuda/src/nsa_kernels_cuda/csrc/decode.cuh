@@ -1,14 +1,14 @@
-// Eq. 5 (arXiv 2502.11089) for rows of sequences over their stores, in one launch: a cluster of CTAs to each row and KV head.
+// Eq. 5 (arXiv 2502.11089) for rows of sequences over their stores, in one launch: a cluster of CTAs for each row and KV head.
 //
 // 1. The cluster's CTAs share the compressed keys, and the warps of a CTA its share. A warp also sums each head's weights by selection
 //    block, relative to its maximum at the time. The warps' softmaxes are merged into one of the CTA.
 // 2. CTAs exchange maxima and sums. Each normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
 //    scores to all CTAs.
-// 3. One warp of every CTA makes the same choice (Eq. 11). Meanwhile some warps attend to the CTA's share of the window, whose keys were
-//    asked for in step 1. The others attend to its share of the chosen blocks.
+// 3. One warp of every CTA makes the same choice (Eq. 11). Meanwhile some warps attend to the CTA's share of the window, whose copies
+//    started in step 1. The others attend to its share of the chosen blocks.
 // 4. CTAs exchange outputs, maxima and sums of the three branches; each adds up a part of the output's numbers, times gates.
 //
-// CTAs exchange by distributed shared memory. Nothing behind a sequence's last token is read, and nothing outside the stores.
+// CTAs exchange by distributed shared memory. Nothing after a sequence's last token is read, and nothing outside the stores.
 #pragma once
 
 #include "attend.cuh"
@@ -49,7 +49,7 @@ struct Problem {
   __device__ int strides() const { return selection.block_size / stride; }
   __device__ int blocks_per_tile() const { return KEYS >> log_columns; }
   __device__ int reach() const { return compression_size / stride; }
-  // numbers that a tile of compressed keys leaves for each head: sums by block, what reaches into the next tile, and the maximum
+  // numbers that a tile of compressed keys leaves for each head: sums by block, the share of the next tile, and the maximum
   __device__ int head_pitch() const { return blocks_per_tile() + 2; }
   // an odd multiple of the blocks of a tile: a head's sums of neighbouring blocks lie in different banks
   __device__ int record_size() const { return ((group_size() * head_pitch() + blocks_per_tile() - 1) / blocks_per_tile() | 1) * blocks_per_tile(); }
@@ -67,7 +67,7 @@ struct Stats {
 struct Memory {
   char *q, *rings;
   float* outs;        // (branches, heads of the group, D_v), relative to `stats`
-  float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch, where outputs of the two others come later
+  float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch, reused for outputs of the two others
   Stats* stats;       // (branches, heads)
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
   float* gates;       // (heads, branches)
@@ -184,7 +184,7 @@ __device__ inline void record_tile(const Problem& problem, float* own_weights, f
     if (lane / 4 + 8 < num_rows) record[(lane / 4 + 8) * pitch + num_blocks + 1] = maxima[1];
   }
   __syncwarp();
-  // the last of the sums holds only what reaches behind the tile
+  // the last of the sums holds only the share after the tile
   const int log_rows = num_rows > 1 ? 32 - __clz(num_rows - 1) : 0;
 #pragma unroll 1
   for (int i = lane; i < (num_blocks + 1) << log_rows; i += WARP_SIZE) {
@@ -327,7 +327,7 @@ __device__ void store_out(T* out, const Problem& problem, const Memory& memory, 
   const int heads = problem.group_size(), dim = problem.dims.v;
   over_cluster(problem, memory, NUM_BRANCHES * heads, [&](int slot, int each, float kept, Stats total) {
     const int branch = slot / heads, head = slot % heads;
-    // a branch that sees no key adds 0, whatever its gate
+    // a branch that sees no key adds 0, for any gate
     const float factor = total.sum > 0.0f ? memory.gates[head * NUM_BRANCHES + branch] / total.sum * kept : 0.0f;
     memory.factors[each * NUM_BRANCHES * heads + slot] = factor;
   });
@@ -430,7 +430,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem, cons
   cluster_barrier();
 }
 
-// Of operands and problem, in the order of their fields.
+// The fields of Operands and Problem, in order.
 #define DECODE_PARAMETERS(T)                                                                                                            \
   const T *q, const T *k_cmp, const T *v_cmp, const T *k_slc, const T *v_slc, const T *k_win, const T *v_win, const void *gates,        \
       const int *win_first, const int *start, const int *count, T *out, int *indices, int num_ranks, int num_heads, int num_groups,     \

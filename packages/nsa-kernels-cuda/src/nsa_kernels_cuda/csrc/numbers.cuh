@@ -23,7 +23,7 @@ __device__ inline float to_float(Float16 x) {
   return __uint_as_float(__float_as_uint(magnitude) | infinite_or_nan | (x.bits & 0x8000u) << 16);
 }
 
-// What a thread loads or stores at once.
+// The unit that a thread loads or stores.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
   T items[4];

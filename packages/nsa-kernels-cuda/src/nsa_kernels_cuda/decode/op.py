@@ -38,7 +38,7 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
 
 
 def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
-    """Raise InputError where the kernel, which gets addresses alone, would read something else."""
+    """Raise InputError if the kernel, which gets only addresses, would read wrong data."""
     if queries.start is None:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} without positions (the kernel takes steps over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):

@@ -245,7 +245,7 @@ class TorchCudnn:
         q, k, v, out, dout = (_for_cudnn(x).transpose(1, 2) for x in (q, k, v, result.out.contiguous(), grads.out.contiguous()))
         # the lse of a row that was added is 0: its gradient of out is 0 as well
         lse = pad(result.lse.transpose(1, 2), (0, q.shape[2] - rows)).unsqueeze(-1).contiguous()
-        # without dropout, of the state of the generator nothing is read
+        # without dropout the generator's state is not read
         state = torch.empty((), dtype=torch.int64, device=q.device)
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, state, state, None, None, None, q.shape[2], k.shape[2], 0.0, True, scale=scale

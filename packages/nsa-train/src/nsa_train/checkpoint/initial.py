@@ -100,11 +100,13 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
     found = folder_config(folder)
     learned = model_tables(found)
     _require_sharing(_sparse_kv(learned), config)
+    # before the files are hashed: one that is replaced meanwhile counts as changed
+    before = {file: _version(file) for file in folder.glob("*.safetensors")}
     files = require_folder_weights(folder, config, of=THIS_RECIPE)
     notes, separator = _differing(learned, config), special_ids(config.data)[0]
     if not ends_with(found, separator):
         notes.append(f"those weights end texts with id {found.eos_token_id}, and this run with {separator}")
-    return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files), {file: _version(file) for file in files})
+    return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files), before)
 
 
 def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> list[str]:

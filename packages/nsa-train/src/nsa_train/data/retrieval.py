@@ -9,7 +9,8 @@ Only the values in the tail have labels, so that the loss measures recall: it is
 of the pairs. Keys and values are new in every row. Pairs that no query asks for are distractors.
 
 With `data.needle_copy` a row has no pairs: a span of random ids is at its beginning and again at its end, and all of the second
-occurrence but its first id has labels. Models learn to copy so, which recall needs, in far fewer tokens than from pairs.
+occurrence but its first id has labels. From such rows models learn to copy, which recall needs, in far
+fewer tokens than from pairs.
 """
 
 from collections.abc import Sequence

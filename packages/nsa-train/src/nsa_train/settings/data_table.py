@@ -56,7 +56,7 @@ class DataTable(Table):
     needle_tokens: int = integer(at_least=1, at_most=16, example=2, default=1)
     """With "needle": ids of a key, and of a value."""
     needle_copy: bool = flag(default=False)
-    """With "needle": true trains on rows that repeat a span of random ids, and not on pairs: what recall on short rows begins with."""
+    """With "needle": true trains on rows that repeat a span of random ids, not on pairs; models learn to copy before they learn recall."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after this number of documents; 0: none."""
 
