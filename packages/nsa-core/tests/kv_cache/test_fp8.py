@@ -43,13 +43,13 @@ def test_outputs_are_those_of_the_converted_keys_and_values_and_blocks_of_the_ex
 
     out, cache = decode(layer, x, steps, kv_dtype=FP8, **options)
 
-    exact = layer._project
+    exact = layer._by_reader
 
-    def converted(x, turn):
-        q, rows = exact(x, turn)
+    def converted(q, keys, values, turn):
+        q, rows = exact(q, keys, values, turn)
         return q, rows | {name: tuple(map(there_and_back, rows[name])) for name in ("slc", "win")}
 
-    layer._project = converted
+    layer._by_reader = converted
     expected, plain = decode(layer, x, steps, **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for name in ("cmp", "raw"):
