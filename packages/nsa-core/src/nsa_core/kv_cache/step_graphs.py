@@ -1,7 +1,7 @@
 """CUDA graphs of the steps of one static cache, captured and replayed by the layer's ordinary call.
 
 The first step of a form runs eagerly, which compiles and loads its kernels. The second is captured, which runs nothing, and replayed. A graph
-reads weights and stores by address and has the kernels of its capture, so all graphs are dropped where one of these is another one.
+reads weights and stores by address, and keeps the kernels of its capture. If one of these changes, all graphs are dropped.
 """
 
 import weakref

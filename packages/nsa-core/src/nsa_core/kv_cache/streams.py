@@ -31,7 +31,7 @@ def fork(device: torch.device | None, number: int, body: Callable[[], T]) -> T:
     """Return what `body` returns; in a capture on `device` it runs on side stream `number`, after the current stream's work so far.
 
     With a device of None it never forks.
-    The current stream may read the result after `join`, and body's own stream in a later `fork` of the same number.
+    The current stream may read the result after `join`. Side stream `number` may read it in a later `fork`.
     """
     if device is None or torch.compiler.is_compiling() or not is_captured(device):
         return body()

@@ -8,8 +8,8 @@ Ids 0 .. symbols - 1 spell keys, symbols .. 2 symbols - 1 values, 2 symbols .. 3
 Only the values in the tail have labels, so that the loss measures recall: it is log(symbols) nats per token without knowledge
 of the pairs. Keys and values are new in every row. Pairs that no query asks for are distractors.
 
-With `data.needle_copy` a row has no pairs: a span of random ids is at its beginning and again at its end, and all of the second
-occurrence but its first id has labels. From such rows models learn to copy, which recall needs, in far
+With `data.needle_copy` a row has no pairs: a span of random ids is at its beginning and again at its end. Each id of the
+second occurrence except the first is a label. From such rows models learn to copy, which recall needs, in far
 fewer tokens than from pairs.
 """
 
