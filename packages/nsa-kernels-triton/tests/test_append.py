@@ -67,6 +67,8 @@ CASES = {
     "a ring that wraps": Case(starts=(20, 41, 39), options={"max_rollback": 8}),
     "the end of the store": Case(starts=(63, 60, 64), counts=((1, 4, 0), (0, 0, 0))),
 }
+IN_THE_SLOW_TIER = {"mlp bf16", "16 rows of l = 4", "a tile of mlp", "mlp fp16 of many heads"}
+"""Cases of which each takes seconds in the interpreter."""
 
 
 class Twin(NamedTuple):
@@ -171,7 +173,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     return seen
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=pytest.mark.slow if name in IN_THE_SLOW_TIER else ()) for name, case in CASES.items()]
+)
 def test_steps_leave_the_stores_that_the_reference_leaves(case: Case, launched: list[tuple[str, tuple[int, ...]]]) -> None:
     twin = make(case)
     start = int32(*case.starts)

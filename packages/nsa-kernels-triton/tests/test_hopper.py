@@ -109,9 +109,13 @@ SHAPES = {
     # the first keys of late rows lie beyond the first tile of keys
     "one head": shape_of(260, (192, 128), (1, 1)),
 }
+IN_THE_SLOW_TIER = {"packed 128", "192", "192 192", "80", "160", "no initial block", "two of each"}
+"""Shapes of which each takes many seconds in the simulator."""
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, id=name, marks=pytest.mark.slow if name in IN_THE_SLOW_TIER else ()) for name, shape in SHAPES.items()]
+)
 def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
     properties.check_agrees_with_oracle(shape, WHERE)
     idle = {name for name, kernel in simulated.items() if not kernel.num_launches}
@@ -218,7 +222,8 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
         (Shape(geometry=BlockGeometry(8, 2, 8, 3, 1, 1, 50), num_queries=300, num_heads=16, num_kv_heads=1,
                head_dim_qk=128, head_dim_v=64), 2**28),
         # chunks of rows that begin and end within tiles, and within a sequence
-        (Shape(geometry=FINE, num_queries=250, batch=2, num_heads=12, num_kv_heads=1, head_dim_qk=128, head_dim_v=64), 8 * 16 * 90),
+        pytest.param(Shape(geometry=FINE, num_queries=250, batch=2, num_heads=12, num_kv_heads=1, head_dim_qk=128, head_dim_v=64),
+                     8 * 16 * 90, marks=pytest.mark.slow),
         # three strides to a block, where four fit
         (Shape(geometry=evolve(FINE, selection_block_size=12, compression_block_size=8), num_queries=250, num_heads=9, num_kv_heads=1,
                head_dim_qk=192, head_dim_v=64), 2**28),
@@ -227,8 +232,8 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
         # so many strides to a block that lanes run out of blocks to share
         (Shape(geometry=BlockGeometry(16, 4, 64, 3, 1, 1, 50), num_queries=420, num_heads=16, num_kv_heads=1,
                head_dim_qk=128, head_dim_v=64), 2**28),
-        (Shape(geometry=BlockGeometry(4, 4, 64, 3, 1, 1, 50), num_queries=420, num_heads=16, num_kv_heads=1,
-               head_dim_qk=128, head_dim_v=64), 2**28),
+        pytest.param(Shape(geometry=BlockGeometry(4, 4, 64, 3, 1, 1, 50), num_queries=420, num_heads=16, num_kv_heads=1,
+                           head_dim_qk=128, head_dim_v=64), 2**28, marks=pytest.mark.slow),
     ],
     ids=["many tiles", "chunks", "three strides", "no overlap", "four sums to a row", "two"],
 )  # fmt: skip
@@ -407,7 +412,9 @@ def test_huge_scores_leave_everything_finite(branch, dtype, size, extremes):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), pytest.param((128, 128), marks=pytest.mark.slow), pytest.param((192, 128), marks=pytest.mark.slow)], ids=str
+)
 def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
     length, silent_from = 200, 137
     inputs = make_inputs(shape_of(length, head_dims, (16, 1)), torch.float32)

@@ -135,7 +135,7 @@ def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, mon
     [
         (40, 2, BlockGeometry(4, 2, 8, 4, 1, 1, 8)),
         (1, 1, BlockGeometry(8, 1, 40, 2, 0, 1, 8)),
-        (20, 1, BlockGeometry(24, 1, 32, 2, 0, 1, 8)),
+        pytest.param(20, 1, BlockGeometry(24, 1, 32, 2, 0, 1, 8), marks=pytest.mark.slow),
     ],
     ids=["heads", "strides", "both"],
 )
@@ -271,9 +271,9 @@ def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(num_queries=75, num_heads=3, num_kv_heads=1),
+        pytest.param(Shape(num_queries=75, num_heads=3, num_kv_heads=1), marks=pytest.mark.slow),
         Shape(lengths=(41, 0, 30), num_heads=2, num_kv_heads=2),
-        Shape(batch=2, num_queries=41),
+        pytest.param(Shape(batch=2, num_queries=41), marks=pytest.mark.slow),
     ],
     ids=["dense", "packed", "batch"],
 )

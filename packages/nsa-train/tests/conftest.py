@@ -131,6 +131,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's runs draw short samples; `tiny_run`, which is made before, has samples of full length."""
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
+
+
+@pytest.fixture(autouse=True)
 def set_free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A function that sets the bytes that every disk has free: a TiB at first, so that no test depends on the machine's."""
 
@@ -196,9 +202,8 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> Rec
 def train(tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A function that runs the tiny recipe with overrides into a new directory and returns (exit code, directory).
 
-    Samples are short and the report is not drawn: `tiny_run` has both.
+    The report is not drawn: `tiny_run` has one.
     """
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     count = 0
 

@@ -65,7 +65,14 @@ def test_gathered_blocks_in_one_row_steps_conform_too(monkeypatch: pytest.Monkey
     assert check_backend(sdpa.SDPABackend(operation=Operation.SLC), geometry=geometry).passed
 
 
-@pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(backend, marks=() if backend.operation in (Operation.SELECT, Operation.SLC) else pytest.mark.slow)
+        for backend in sdpa.sdpa_backends()
+    ],
+    ids=lambda backend: backend.operation.value,
+)
 def test_packed_rows_that_are_not_padded_conform_too(backend: sdpa.SDPABackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padded, "MAX_PADDING", 0)
     assert check_backend(backend).passed

@@ -16,7 +16,6 @@ from nsa_train.loop.trainer import Trainer
 @pytest.fixture
 def run_on(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A function that trains the tiny recipe on a streamed corpus of 400 lines and returns the exit code."""
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     lines = [json.dumps({"text": f"document {number} " * 5}) + "\n" for number in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(lines))

@@ -31,7 +31,6 @@ def run(tiny_run: RunDirectory, tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def start(tiny_recipe: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Start:
     """A function that starts the recipe in the directory of `run` with words, and returns the exit code."""
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     return lambda *words: run_command(["run", str(tiny_recipe), "--out", str(run.root), *words])
 
@@ -216,7 +215,6 @@ def test_resume_auto_mixes_with_nothing_else(start: Start, run: RunDirectory, ca
 def test_resume_auto_goes_on_with_random_ids_where_the_data_are_gone(
     tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     words = [
         "run",

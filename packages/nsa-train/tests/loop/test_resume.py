@@ -23,7 +23,6 @@ EXACT = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state
 @pytest.fixture
 def run_in(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A function that runs the tiny recipe for 8 steps in a directory, with words and overrides, and returns the exit code."""
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     step = Trainer._step
 

@@ -131,12 +131,9 @@ def test_a_run_without_samples_draws_none(
     assert run.report.is_file()
 
 
-def test_synthetic_data_say_so_in_every_artifact(
-    tmp_path: Path, tiny_recipe: Path, recorded: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synthetic_data_say_so_in_every_artifact(tmp_path: Path, tiny_recipe: Path, recorded: Callable[[Path], Any]) -> None:
     from nsa_train.cli import run_command
 
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 4)
     recipe = tmp_path / "synthetic.toml"
     recipe.write_text("\n".join("source = 'synthetic'" if line.startswith("source") else line for line in _without_path(tiny_recipe)))
     assert run_command(["run", str(recipe), "--out", str(tmp_path / "run")]) == 0
@@ -172,7 +169,6 @@ def test_without_the_extra_report_a_run_trains_and_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr("nsa_train.host.environment.version_of", lambda package: None)
     monkeypatch.setattr("nsa_train.telemetry.tensorboard.version_of", lambda package: None)
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     paths = RunDirectory(tmp_path / "run")
     assert run_command(["run", str(tiny_recipe), "--out", str(paths.root), "--set", "train.steps=2"]) == 0
     said = capsys.readouterr().out
