@@ -231,6 +231,33 @@ def test_branches_of_different_kv_heads_are_refused():
     assert refusal(nsa_attention, **one) == "the branches have [1, 2] KV heads (one choice per group serves all); give them equal G"
 
 
+@pytest.mark.parametrize("width", [1, D_V + 1])
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_branches_of_values_of_different_widths_are_refused(branch, width):
+    one = {f"v_{branch}": torch.zeros(B, C if branch == "cmp" else S, G, width)}
+
+    assert refusal(nsa_attention, **one) == (
+        f"the branches' values have head dimensions {sorted([width, D_V])} (Eq. 5 adds their outputs); give them equal D_v"
+    )
+
+
+def test_the_keys_of_an_absent_compressed_branch_are_no_values():
+    assert call(nsa_attention, v_cmp=None).shape == (B, S, H, D_V)
+
+
+@OPERATIONS
+@pytest.mark.parametrize("scale", ["1", [0.5], torch.tensor(0.5)])
+def test_a_scale_that_is_no_number_is_refused(operation, scale):
+    message = f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None"
+    assert refusal(operation, options={"scale": scale}) == message
+
+
+@OPERATIONS
+@pytest.mark.parametrize("scale", [1, 0.5, np.float32(0.5), np.float64(0.5)])
+def test_a_scale_may_be_any_number(operation, scale):
+    call(operation, options={"scale": scale})
+
+
 @pytest.mark.parametrize(
     ("absent", "message"),
     [

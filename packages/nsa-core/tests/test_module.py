@@ -547,7 +547,14 @@ def test_an_input_of_the_wrong_shape_is_refused(x):
     with pytest.raises(InputError) as caught:
         NativeSparseAttention(CONFIG)(x)
 
-    assert str(caught.value) == f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size=8)); reshape it"
+    fix = "reshape it" if x.dim() == 3 else "give it 3 dimensions"
+    assert str(caught.value) == f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size=8)); {fix}"
+
+
+@pytest.mark.parametrize("x", [[[[0.0] * 8]], None])
+def test_an_input_that_is_no_tensor_is_refused(x):
+    with pytest.raises(InputError, match=rf"x is a {type(x).__name__} \(the rule: a tensor\)"):
+        NativeSparseAttention(CONFIG)(x)
 
 
 @pytest.mark.parametrize(

@@ -928,6 +928,12 @@ def test_long_steps_have_a_reason_of_their_own(monkeypatch):
     ]
 
 
+def test_a_step_of_no_sequence_is_routed_as_any_other(monkeypatch):
+    monkeypatch.setattr(jit, "why_unavailable", lambda *question: "")
+    assert messages(evolve(REQUEST, batch=0, num_sequences=0)) == []
+    assert messages(evolve(REQUEST, layout=Layout.RAGGED, num_queries=0, num_sequences=0)) == [UNMEASURED]
+
+
 def test_each_row_of_a_step_has_a_cluster():
     found = [decode_backend._sizes_of(each).num_pairs for each in (REQUEST, *PLACED_REQUESTS.values())]
     assert found == [4, 4, 4, 4, 16, 80]

@@ -107,6 +107,16 @@ def test_assisted_generation_changes_no_token(model, kind, tiny_model, prompt, f
     assert torch.equal(found, from_scratch(model, prompt[:1], COUNT))
 
 
+def test_an_accepted_token_that_is_the_pad_token_is_no_padding(tiny_model, prompt, from_scratch):
+    model, ids = tiny_model(), prompt[:1]
+    expected = from_scratch(model, ids, COUNT)
+    pad = next(token for token in expected[0, 20:-4].tolist() if token not in ids)
+    assistant = tiny_model(seed=1)
+    assistant.generation_config.num_assistant_tokens = 2
+
+    assert torch.equal(model.generate(ids, assistant_model=assistant, pad_token_id=pad, **GREEDY), expected)
+
+
 @pytest.mark.parametrize("kind", ["nsa", "shared"])
 def test_drafts_are_taken_back_however_many_they_are(model, prompt):
     ids = prompt[:1].repeat(1, 5)

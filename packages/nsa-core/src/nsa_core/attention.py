@@ -240,6 +240,9 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
     heads = {x.k.shape[2] for x in keys.values() if x is not None}
     if len(heads) > 1:
         raise InputError(f"the branches have {sorted(heads)} KV heads (one choice per group serves all); give them equal G")
+    widths = {x.v.shape[3] for ending, x in keys.items() if x is not None and ending[1:] not in absent}
+    if len(widths) > 1:
+        raise InputError(f"the branches' values have head dimensions {sorted(widths)} (Eq. 5 adds their outputs); give them equal D_v")
 
 
 def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:

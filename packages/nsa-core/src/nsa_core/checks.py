@@ -1,10 +1,11 @@
 """Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
 from itertools import pairwise
+from numbers import Real
 from typing import TypeGuard
 
 import torch
-from torch import Tensor
+from torch import SymFloat, Tensor
 
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
@@ -116,6 +117,12 @@ def check_geometry(geometry: object) -> None:
     """Raise InputError unless `geometry` is one."""
     if not isinstance(geometry, BlockGeometry):
         raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
+
+
+def check_scale(scale: object) -> None:
+    """Raise InputError unless `scale` is a number or None; a tensor is none, because it would be read."""
+    if scale is not None and not isinstance(scale, Real | SymFloat):
+        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")
 
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:

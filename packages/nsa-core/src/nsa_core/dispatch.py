@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nsa_core import blocks
+from nsa_core import blocks, checks
 from nsa_core.backends.base import BranchRequest, Keys, Operation, Queries, layout_of
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
@@ -45,7 +45,7 @@ def make_call(
     """Return the call, with its defaults filled in.
 
     Raises:
-        InputError: if `backend` names an unknown operation.
+        InputError: if `backend` names an unknown operation, or `scale` is no number.
     """
     registry = default_registry() if registry is None else registry
     if not isinstance(backend, str | Mapping):
@@ -56,6 +56,7 @@ def make_call(
             raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
         if operation in ("append", "choose", "rotate") and name != AUTO:
             registry.named(operation, name)
+    checks.check_scale(scale)
     return Call(geometry, float(q.shape[-1]) ** -0.5 if scale is None else scale, backend, registry, observers)
 
 

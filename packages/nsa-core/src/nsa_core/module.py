@@ -218,7 +218,8 @@ class NativeSparseAttention(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: NSACache | None, query_count: Tensor | None
     ) -> None:
         hidden = self.config.hidden_size
-        if x.dim() != 3 or x.shape[2] != hidden:
+        checks.check_rank("x", x, 3, f"(B, S, hidden_size={hidden})")
+        if x.shape[2] != hidden:
             raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
         weight = self.q_proj.weight
         # offloaded weights are on the meta device until a projection runs

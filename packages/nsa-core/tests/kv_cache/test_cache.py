@@ -315,7 +315,7 @@ def test_a_crop_below_0_is_refused(random_layer, random_input, static):
         cache.crop(4)
 
 
-@pytest.mark.parametrize("counts", [-1, [1], [1, 1, 1], [0, -1]])
+@pytest.mark.parametrize("counts", [-1, [1], [1, 1, 1], [0, -1], 1.5, None, "1", [0, None]])
 def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, counts):
     cache = random_layer(CONFIG).new_cache(2, 30)
 
@@ -493,13 +493,16 @@ def test_a_query_count_that_does_not_fit_is_refused(random_layer, random_input, 
     assert cache.lengths.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(("batch_size", "max_seqlen", "max_rollback"), [(-1, 8, 0), (1, 0, 0), (1, 8, -1)])
-def test_a_size_that_is_too_small_is_refused(batch_size, max_seqlen, max_rollback):
+@pytest.mark.parametrize(
+    ("batch_size", "max_seqlen", "max_rollback"),
+    [(-1, 8, 0), (1, 0, 0), (1, 8, -1), (True, 8, 0), (1, 8.0, 0), (1, torch.tensor(8), 0), (1, 8, None)],
+)
+def test_a_size_that_is_too_small_or_no_integer_is_refused(batch_size, max_seqlen, max_rollback):
     with pytest.raises(InputError) as caught:
         NSACache(CONFIG, batch_size, max_seqlen, max_rollback=max_rollback)
 
     assert str(caught.value) == (
-        f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
+        f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
     )
 
 

@@ -179,8 +179,9 @@ def test_what_the_pages_cannot_do_is_refused_and_nothing_changes(random_layer, r
     ("options", "message"),
     [
         ({"page_size": 6}, "page_size=6 is no multiple of selection_block_size=4; use 4"),
-        ({"page_size": 0}, "page_size=0, num_pages=None (at least 1 each); use 64 and None"),
-        ({"page_size": 4, "num_pages": 0}, "page_size=4, num_pages=0 (at least 1 each); use 64 and None"),
+        ({"page_size": 0}, "page_size=0, num_pages=None (integers of at least 1); use 64 and None"),
+        ({"page_size": 4, "num_pages": 0}, "page_size=4, num_pages=0 (integers of at least 1); use 64 and None"),
+        ({"page_size": 4.0}, "page_size=4.0, num_pages=None (integers of at least 1); use 64 and None"),
         ({"page_size": 4, "max_seqlen": None}, "max_seqlen=None with page_size=4 (a table of pages is allocated once, whole)"),
     ],
 )

@@ -1,6 +1,8 @@
 """Captured steps on a CPU, where a stand-in of a CUDA graph runs the recorded step again: graphs equal eager steps and go where they must."""
 
+import copy
 import gc
+import io
 import weakref
 
 import attrs
@@ -336,6 +338,31 @@ def test_a_dropped_cache_is_freed_at_once(random_layer, random_input):
         assert freed() is None
     finally:
         gc.enable()
+
+
+def saved_and_loaded(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_of_a_cache_has_no_graph_and_equals_it(random_layer, random_input, copied):
+    layer = random_layer(CONFIG).eval()
+    cache = layer.new_cache(2, 60, static=True)
+    cache.graphs = StepGraphs(Inert)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(random_input(2, 1, 8), cache=cache)
+    assert cache.graphs.forms
+
+    twin = copied(cache)
+
+    assert not twin.graphs.forms
+    assert twin.graphs._wiring is None
+    for name, held in state_of(twin).items():
+        assert torch.equal(held, state_of(cache)[name]), name
 
 
 @pytest.mark.parametrize("options", [{"static": True}, {"static": False}])

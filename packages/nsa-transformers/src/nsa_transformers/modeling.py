@@ -318,6 +318,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             if is_empty and embedded is None:
                 raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
             require_new_tokens(kwargs.get("past_key_values"), ids)
+            if given.is_assistant and mask is None:
+                # the target drops a mask of ones, and an accepted token may be the pad token
+                kwargs["attention_mask"] = torch.ones_like(ids)
         return super().generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

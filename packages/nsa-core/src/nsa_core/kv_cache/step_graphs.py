@@ -144,6 +144,10 @@ class StepGraphs:
         """None for a form that ran eagerly once."""
         self._wiring: _Wiring | None = None
 
+    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[Callable[[], Capture]]]:
+        """Return what copies and unpickles as a value without graphs: they read the tensors of this cache, and hold the layer's weights."""
+        return StepGraphs, (self.make_capture,)
+
     def run(self, layer: nn.Module, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> Tensor:
         """Return `forward(x, query_count)`, the step of `layer` over the static `cache`, by a graph where one may replace it.
 

@@ -90,7 +90,7 @@ def _policy(request: BranchRequest) -> list[str]:
     if request.layout not in CAPABILITY.layouts:
         return []
     found = [UNMEASURED] if _is_placed(request) else []
-    num_rows = request.batch * request.num_queries // request.num_sequences
+    num_rows = request.batch * request.num_queries // max(request.num_sequences, 1)
     if num_rows > MOST_ROWS:
         found.append(f"{num_rows} rows of a sequence (above {MOST_ROWS}; each row reads all its keys by itself)")
     return found
