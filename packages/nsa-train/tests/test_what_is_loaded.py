@@ -55,26 +55,16 @@ def test_commands_that_read_files_or_refuse_their_arguments_load_no_torch(tiny_r
     assert found.stdout == f"{[2] * len(refused) + [0] * len(done)} []\n"
 
 
-def cpu_seconds(*words: str) -> float:
-    """Return the processor time of Python with these arguments."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 @pytest.mark.parametrize("words", [["ckpt", "ls"], ["watch", "--once"], ["report"], ["ckpt", "verify"], ["--help"]], ids=" ".join)
 def test_a_command_that_reads_files_takes_a_second_of_the_processor_at_most(tiny_run: RunDirectory, words: list[str]) -> None:
-    """Measured alone, `report` takes 0.9 s and the others 0.1; another second is for a machine that others use.
-
-    On a slow machine the limit is four times what the imports of its libraries take; `report` takes 2.3 times as much as they do.
-    """
+    """Measured alone, `report` takes 0.9 s and the others 0.1; another second is for a machine that others use."""
     paths = [] if words == ["--help"] else [str(tiny_run.root)]
+    seconds = []
     for _ in range(3):
-        seconds = cpu_seconds("-m", "nsa_train", *words, *paths)
-        limit = 2.0
-        if seconds >= limit:
-            limit = max(limit, 4 * cpu_seconds("-c", "import jinja2, matplotlib.backends.backend_agg, matplotlib.figure"))
-        if seconds < limit:
-            return
-    pytest.fail(f"{words} takes {seconds:.2f} s; the limit is {limit:.2f} s")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "nsa_train", *words, *paths], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if seconds[-1] < 2:
+            break
+    assert min(seconds) < 2

@@ -1,11 +1,11 @@
 """Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
 from itertools import pairwise
-from numbers import Real
-from typing import TypeGuard
+from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 import torch
-from torch import SymFloat, Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
@@ -111,6 +111,11 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
             f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
             f"give each stretch its own page"
         )
+
+
+def is_size(size: Any, least: int) -> bool:
+    """Return True for an integer of at least `least`; a tensor is none, because it would be read."""
+    return not isinstance(size, bool) and isinstance(size, Integral | SymInt) and bool(size >= least)
 
 
 def check_geometry(geometry: object) -> None:

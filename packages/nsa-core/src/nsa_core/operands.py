@@ -4,11 +4,10 @@ Types, shapes and extents are checked always; values on a CPU only, where readin
 """
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, Queries
@@ -128,8 +127,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
 
 def check_bound(name: str, bound: Any, least: int, cause: str) -> None:
     """Raise InputError unless `bound`, a host bound on rows, is an integer of at least `least`; `cause` says why so many."""
-    # a tensor would be read
-    if isinstance(bound, bool) or not isinstance(bound, Integral | SymInt) or bound < 0:
+    if not checks.is_size(bound, 0):
         raise InputError(f"{name}={bound!r} is no bound on rows (the rule: an integer of at least 0); use the number of rows")
     if bound < least:
         raise InputError(f"{name}={bound} is below {cause}; use {least} or more")

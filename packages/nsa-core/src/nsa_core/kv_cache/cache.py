@@ -7,7 +7,6 @@ step waits for a GPU. The cache holds no autograd graph.
 """
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -85,7 +84,9 @@ class NSACache:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
                 a page that does not hold whole selection blocks, an unknown kv_dtype, or step_graphs of a cache that is not static or not on a GPU.
         """
-        if not (_is_size(batch_size, 0) and (max_seqlen is None or _is_size(max_seqlen, 1)) and _is_size(max_rollback, 0)):
+        if not (
+            checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(max_rollback, 0)
+        ):
             raise InputError(
                 f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
             )
@@ -130,7 +131,7 @@ class NSACache:
         self.known_forms.add(form)
 
     def _page_table(self, batch_size: int, page_size: int, num_pages: int | None, device: torch.device | str) -> PageTable:
-        if not (_is_size(page_size, 1) and (num_pages is None or _is_size(num_pages, 1))):
+        if not (checks.is_size(page_size, 1) and (num_pages is None or checks.is_size(num_pages, 1))):
             raise InputError(f"page_size={page_size}, num_pages={num_pages} (integers of at least 1); use 64 and None")
         enough = batch_size * -(-self.max_seqlen // page_size)
         return PageTable(batch_size, self.max_seqlen, enough if num_pages is None else num_pages, page_size, device)
@@ -301,6 +302,7 @@ class NSACache:
         try:
             counts = torch.as_tensor(num_tokens)
         except (TypeError, ValueError, RuntimeError):
+            # refused below
             counts = torch.tensor(-1)
         counts = counts.expand(self.batch_size) if not counts.dim() else counts
         if counts.shape != (self.batch_size,) or counts.is_floating_point() or bool((counts < 0).any()):
@@ -401,11 +403,6 @@ class NSACache:
                     f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
                 )
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
-
-
-def _is_size(size: object, least: int) -> bool:
-    """Return True for an integer of at least `least`; a tensor is none, because it would be read."""
-    return not isinstance(size, bool) and isinstance(size, Integral) and int(size) >= least
 
 
 def _reads_of(counts: Tensor) -> Reads:
