@@ -115,7 +115,7 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
 
 def is_size(size: Any, least: int) -> bool:
     """Return True for an integer of at least `least`; a tensor is none, because it would be read."""
-    return not isinstance(size, bool) and isinstance(size, Integral | SymInt) and bool(size >= least)
+    return not isinstance(size, bool) and isinstance(size, Integral | SymInt) and not size < least
 
 
 def check_geometry(geometry: object) -> None:
