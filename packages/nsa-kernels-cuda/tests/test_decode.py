@@ -219,7 +219,11 @@ def in_pages(step: Step, case: Case, sizes: Mapping[str, int] = PAGES) -> Step:
         for x in keys[:2]:
             fill = x.new_full((batch, num_pages * page_size - x.shape[1], *x.shape[2:]), torch.nan)
             pages = torch.cat([x, fill], 1).reshape(-1, page_size, *x.shape[2:])
-            stores.append(x.new_full((1 + len(pages), *pages.shape[1:]), torch.nan).index_copy(0, order, pages))
+            store = x.new_full((1 + len(pages), *pages.shape[1:]), torch.nan)
+            # torch copies no rows of FP8 by index on a GPU
+            bits = torch.uint8 if x.element_size() == 1 else x.dtype
+            store.view(bits).index_copy_(0, order, pages.view(bits))
+            stores.append(store)
         table = order.to(torch.int32).view(batch, num_pages)
         for b, start in enumerate(case.starts):
             num_held = -(-(start + (case.counts[b] if case.counts else 1)) // (page_size * stride))

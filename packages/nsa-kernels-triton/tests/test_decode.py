@@ -192,6 +192,12 @@ def before_append(step: Step, case: Case) -> Step:
     return step._replace(cmp=old(step.cmp, lambda tokens: num_compressed_blocks(tokens, case.geometry)), win=old(step.win, int))
 
 
+def with_dependent_launch(monkeypatch: pytest.MonkeyPatch, most_early_pairs: int) -> None:
+    for module in (op, launch):
+        monkeypatch.setattr(module, "has_pdl", lambda x: True)
+    monkeypatch.setattr(launch, "MOST_EARLY_PAIRS", most_early_pairs)
+
+
 @pytest.mark.parametrize("starts_early", [False, True], ids=["behind append", "early"])
 @pytest.mark.parametrize("place", ["rows", "ring", "pages"])
 @pytest.mark.parametrize("case", [Case(counts=(5, 0, 3)), Case(multiprocessors=8, starts=(100, 37, 91))], ids=["drafts", "shared programs"])
@@ -199,8 +205,7 @@ def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
     case: Case, place: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch, dependent_launch: Any
 ) -> None:
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
-    monkeypatch.setattr(op, "has_pdl", lambda x: True)
-    monkeypatch.setattr(launch, "STARTS_EARLY", starts_early)
+    with_dependent_launch(monkeypatch, most_early_pairs=1000 if starts_early else 0)
     put = PLACES.get(place, lambda step, case: step)
     whole = make_step(case)
     after, before = put(whole, case), put(before_append(whole, case), case)
@@ -223,14 +228,20 @@ def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
 
 def test_a_step_over_copies_does_not_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are written behind `append`."""
-    monkeypatch.setattr(op, "has_pdl", lambda x: True)
-    monkeypatch.setattr(launch, "STARTS_EARLY", True)
+    with_dependent_launch(monkeypatch, most_early_pairs=1000)
     case = Case()
     step = make_step(case)
     tail = as_a_tail(step, case)
     strided = step._replace(cmp=step.cmp._replace(k=step.cmp.k.repeat(1, 1, 1, 2)[..., ::2]))
     turned = step._replace(queries=step.queries._replace(q=step.queries.q.mT.contiguous().mT))
     assert [op.StepSizes.of(*each[:4], SMALL).starts_early for each in (step, tail, strided, turned)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("most", "is_early"), [(11, False), (12, True)])
+def test_a_step_of_many_rows_does_not_start_early(most: int, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_dependent_launch(monkeypatch, most_early_pairs=most)
+    # 3 sequences of 2 rows, 2 KV heads
+    assert op.StepSizes.of(*make_step(Case(starts=(9, 9, 9), counts=(2, 2, 2)))[:4], SMALL).starts_early == is_early
 
 
 def in_a_ring(step: Step, case: Case) -> Step:

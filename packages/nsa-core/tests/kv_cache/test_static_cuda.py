@@ -167,7 +167,7 @@ def test_two_caches_with_graphs_take_turns():
 @torch.no_grad()
 def test_replays_of_a_cache_never_wait_for_the_gpu():
     layer, token = layer_of("separate").eval(), torch.randn(2, 1, 256, device="cuda", dtype=torch.bfloat16)
-    cache = layer.new_cache(2, 400, static=True, step_graphs=True)
+    cache, order = layer.new_cache(2, 400, static=True, step_graphs=True), torch.tensor([1, 0], device="cuda")
     for _ in range(2):
         layer(token, cache=cache)
     torch.cuda.synchronize()
@@ -175,7 +175,7 @@ def test_replays_of_a_cache_never_wait_for_the_gpu():
     try:
         for _ in range(5):
             layer(token, cache=cache)
-        cache.reorder(torch.tensor([1, 0], device="cuda"))
+        cache.reorder(order)
         layer(token, cache=cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,14 +10,19 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
-STARTS_EARLY = False
-"""With programmatic dependent launch: whether a step's first launch starts while `append` runs, and reads q, the lengths, page tables, and the keys
-of earlier steps before `append` ends. All of these must have been written before `append` was launched, as a layer does."""
+MOST_EARLY_PAIRS = 16
+"""Maximum rows times KV heads of a step whose first launch starts while `append` runs, and reads q, the lengths, page tables, and the keys of
+earlier steps before `append` ends. All of these must have been written before `append` was launched, as a layer does."""
 
 
 def has_pdl(x: Tensor) -> bool:
     """Return True if a launch on x's device may start while the one before it ends (programmatic dependent launch, from 9.0 on)."""
     return (device.capability_of(x) or device.OLDEST) >= (9, 0) and not routing.interprets()
+
+
+def starts_early(x: Tensor, num_rows: int, num_groups: int) -> bool:
+    """Return True if the first launch of a step of `num_rows` rows on x's device starts while `append` runs."""
+    return has_pdl(x) and num_rows * num_groups <= MOST_EARLY_PAIRS
 
 
 def cdiv(total: int, size: int) -> int:

@@ -10,9 +10,8 @@ from nsa_core.compression import ConvCompressor, MeanCompressor, MLPCompressor
 from nsa_core.config import BlockGeometry
 from nsa_core.reference import append as reference
 from nsa_core.rope import RotaryEmbedding, unrotated
-from nsa_kernels_triton import launch
 from nsa_kernels_triton.append import kernels
-from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
+from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2, starts_early
 
 MOST_STORES = 3
 """Maximum number of stores whose rows one launch writes."""
@@ -193,7 +192,8 @@ def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start
     both = {
         "G": num_groups, "D_K": head_dim_qk, "D_V": head_dim_v, "WIDTH_K": width_k, "WIDTH_V": width_v, "HALF_K": half_k, "HALF_V": half_v,
         "SIZE": size, "STRIDE": geometry.compression_stride, "TOKEN_SPLITS": splits, "BLOCK_ITEMS": BLOCK_ITEMS, "BLOCK_COLUMNS": BLOCK_COLUMNS,
-        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2, "PDL": is_dependent, "LETS_START": is_dependent and launch.STARTS_EARLY,
+        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2, "PDL": is_dependent,
+        "LETS_START": starts_early(start, batch * num_new, num_groups),
         **({"launch_pdl": True} if is_dependent else {}),
     }  # fmt: skip
     kernels.append_kernel[(programs,)](

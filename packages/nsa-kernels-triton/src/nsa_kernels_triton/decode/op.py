@@ -10,10 +10,9 @@ from nsa_core import blocks
 from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
-from nsa_kernels_triton import launch
 from nsa_kernels_triton.decode import kernels
 from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
-from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
+from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2, starts_early
 from nsa_kernels_triton.numerics import score_factor
 from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
@@ -39,7 +38,7 @@ BLOCK_ROWS = 16
 MOST_IN_FLIGHT = 3
 """Maximum number of a program's tiles in flight."""
 CHOICE_WARPS = 8
-CHOOSERS = 1
+CHOOSERS = 4
 """Maximum programs that add up a group's heads for one row, each for a part of the blocks; a power of two. The last to arrive chooses."""
 LEAST_CHOOSER_BLOCKS = 256
 """Minimum blocks of such a program, if they are several."""
@@ -118,7 +117,7 @@ class StepSizes(NamedTuple):
         # a copy of q, of keys or of a window's tail is written behind `append`
         has_copies = win.first is not None or not (q.is_contiguous() and _is_contiguous(cmp) and _is_contiguous(win))
         return cls(
-            capability_of(q), num_multiprocessors(q), has_pdl(q), launch.STARTS_EARLY and has_pdl(q) and not has_copies, SLICES,
+            capability_of(q), num_multiprocessors(q), has_pdl(q), starts_early(q, q.shape[0] * q.shape[1], num_groups) and not has_copies, SLICES,
             q.dtype, q.shape, num_groups, head_dim_v,
             queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count, Extent.of(slc).end,
             (cmp.k.dtype, cmp.page_table is not None), (slc.k.dtype, slc.page_table is not None),
