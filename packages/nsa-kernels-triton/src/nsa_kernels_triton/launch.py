@@ -10,7 +10,7 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
-MOST_EARLY_PAIRS = 16
+MOST_EARLY_PAIRS = 32
 """Maximum rows times KV heads of a step whose first launch starts while `append` runs, and reads q, the lengths, page tables, and the keys of
 earlier steps before `append` ends. All of these must have been written before `append` was launched, as a layer does."""
 
