@@ -21,6 +21,8 @@ MOST_JSON = 16 * 2**20
 """Bytes of env.json, to which every resume adds, and of metrics.json."""
 MOST_TOKENIZER = 128 * 2**20
 """Bytes of a tokenizer.json, and of vocab.bpe and encoder.json; the largest that are in use take 35 MB."""
+MOST_PICTURE = 16 * 2**20
+"""Bytes of curves.png."""
 MOST_SAMPLE = 2**20
 """Bytes of a text of samples/."""
 MOST_RECORDS = 4 * 2**30

@@ -1,5 +1,6 @@
 """The report is one file that needs no other."""
 
+import base64
 import html
 import json
 import random
@@ -11,6 +12,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry import figures
 from nsa_train.telemetry.health import judge
 from nsa_train.telemetry.records import read_events
 from nsa_train.telemetry.report import moment, resumes_in_words, write_report
@@ -117,8 +119,22 @@ def test_control_characters_of_samples_are_shown_as_none(run: RunDirectory) -> N
     assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
 
 
-def test_curves_are_a_png(tiny_run: RunDirectory) -> None:
-    assert tiny_run.curves.read_bytes().startswith(b"\x89PNG")
+def test_curves_are_drawn_again_only_for_other_records_or_by_another_version(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = []
+    for change in (lambda: None, lambda: put_loss(run, 9.0), lambda: None, lambda: monkeypatch.setattr(figures, "__version__", "9.9")):
+        change()
+        write_report(run)
+        pictures.append((run.curves.stat().st_ino, run.curves.read_bytes()))
+        assert base64.b64encode(pictures[-1][1]).decode() in run.report.read_text()
+    assert all(picture.startswith(b"\x89PNG") for _file, picture in pictures)
+    assert pictures[1] == pictures[2]
+    assert len(set(pictures)) == 3
+
+
+def put_loss(run: RunDirectory, loss: float) -> None:
+    *rows, last = run.training.read_text().splitlines()
+    columns = dict(zip(rows[0].split(","), last.split(","), strict=True)) | {"loss": str(loss)}
+    run.training.write_text("\n".join([*rows, ",".join(columns.values()), ""]))
 
 
 def test_damaged_records_are_left_out_and_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import field, frozen
 
+from nsa_train.__about__ import __version__
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECORDS, refusal
 from nsa_train.run_dir import RunDirectory
@@ -56,6 +58,12 @@ class History:
     resumed: list[int] = field(factory=list)
     """The steps after which the run was resumed, without those before which a later resume went back."""
 
+    @property
+    def mark(self) -> str:
+        """Return the name of the picture of these records, by this version: it differs if anything in it may."""
+        drawn = (self.training, self.validation, self.progress, self.memory, self.resumed)
+        return f"nsa-train {__version__}, records {sha256(repr(drawn).encode()).hexdigest()}"
+
 
 def read_history(paths: RunDirectory) -> History:
     """Return the records of a run.
@@ -101,6 +109,7 @@ def read_history(paths: RunDirectory) -> History:
 
 def figure_of(history: History) -> "Figure":
     """Return a figure of loss, gradient norm and throughput, and if recorded of memory, gates and selection."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -112,22 +121,21 @@ def figure_of(history: History) -> "Figure":
     rows = -(-len(drawings) // COLUMNS)
     height = 3.6 * rows
     figure = Figure(figsize=(13, height), dpi=110)
-    # margins by hand: a layout engine measures every label once more, a quarter of the time of `report`
+    # margins and titles are placed by hand: matplotlib measures every label once more for each
     figure.subplots_adjust(left=0.05, right=0.95, bottom=0.55 / height, top=1 - 0.7 / height, wspace=0.42, hspace=0.38)
-    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
-    for draw, axis in zip(drawings, axes, strict=False):
-        for number, step in enumerate(history.resumed):
-            # named once, in the legend of the loss
-            name = "resumed" if number == 0 and draw is _draw_loss else "_"
-            axis.axvline(step, color=INK, lw=0.9, ls="--", alpha=0.6, label=name)
-        draw(axis, history)
-    for axis in axes[len(drawings) :]:
-        axis.set_visible(False)
-    for axis in axes:
-        axis.set_xlabel("optimizer step", color=INK)
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    with rc_context({"axes.titley": 1.0, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False}):
+        for number, draw in enumerate(drawings):
+            axis = figure.add_subplot(rows, COLUMNS, number + 1)
+            for count, step in enumerate(history.resumed):
+                # named once, in the legend of the loss
+                name = "resumed" if count == number == 0 else "_"
+                axis.axvline(step, color=INK, lw=0.9, ls="--", alpha=0.6, label=name)
+            axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
+            axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
+            draw(axis, history)
+            axis.set_xlabel("optimizer step", color=INK)
+            axis.xaxis.set_label_coords(0.5, -0.12)
+            axis.spines["right"].set_visible(False)
     if any(mark == 1 for mark in history.training.get("data_synthetic", [])):
         figure.suptitle("synthetic data: random ids, for throughput alone", color=ACCENT)
     return figure
@@ -167,7 +175,7 @@ def _draw_gradients(axis: Any, history: History) -> None:
     axis.set_title("Gradient norm (line), learning rate (dotted)")
     rates = axis.twinx()
     rates.plot(history.training["step"], history.training["lr"], ":", color=INK, lw=1.2)
-    rates.spines[["top"]].set_visible(False)
+    rates.grid(visible=False)
 
 
 def _draw_throughput(axis: Any, history: History) -> None:
@@ -179,7 +187,7 @@ def _draw_throughput(axis: Any, history: History) -> None:
         percent = axis.twinx()
         percent.plot(history.training["step"], [100 * share for share in shares], ":", color=INK, lw=1.0)
         percent.set_ylim(bottom=0)
-        percent.spines[["top"]].set_visible(False)
+        percent.grid(visible=False)
         axis.set_title("Throughput, tokens per second (line), MFU in % (dotted)")
 
 

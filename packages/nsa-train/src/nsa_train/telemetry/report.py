@@ -10,11 +10,11 @@ from typing import Any
 
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
-from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written_whole
+from nsa_train.files import MOST_PICTURE, MOST_SAMPLE, as_text, read_regular, refusal, written_whole
 from nsa_train.host.environment import missing_report
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
-from nsa_train.telemetry.figures import BRANCH_NAMES, Start, figure_of, read_history
+from nsa_train.telemetry.figures import BRANCH_NAMES, History, Start, figure_of, read_history
 from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json
 
@@ -76,7 +76,7 @@ MEANINGS = {
 
 
 def write_report(paths: RunDirectory) -> None:
-    """Draw curves.png and write report.html of a run; damaged records are left out.
+    """Draw curves.png, if it does not show the records yet, and write report.html of a run; damaged records are left out.
 
     Raises:
         ConfigError: if the directory holds no records of a run, or the packages of the extra `report` are missing.
@@ -84,13 +84,9 @@ def write_report(paths: RunDirectory) -> None:
     if missing := missing_report():
         raise ConfigError(missing)
     import jinja2
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     history = read_history(paths)
-    with written_whole(paths.curves) as aside:
-        canvas: Any = FigureCanvasAgg(figure_of(history))
-        # savefig would draw twice, first only for the extents
-        canvas.print_png(aside)
+    curves = _drawn_before(paths.curves, history.mark) or _drawn(paths.curves, history)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
@@ -104,7 +100,7 @@ def write_report(paths: RunDirectory) -> None:
         starts=described_starts(history.starts, environment),
         resumed=resumes_in_words(history.resumed),
         cards=_figures(CARDS, metrics),
-        curves=base64.b64encode(paths.curves.read_bytes()).decode(),
+        curves=base64.b64encode(curves).decode(),
         checks=judge({**last, "toks_per_s_of_median": steadiness(history.training.get("toks_per_s", []))}),
         meanings=MEANINGS,
         speed=_figures(SPEED_ROWS, metrics),
@@ -127,6 +123,26 @@ def write_report(paths: RunDirectory) -> None:
     )
     with written_whole(paths.report) as aside:
         aside.write_text(content, encoding="utf-8")
+
+
+def _drawn_before(path: Path, mark: str) -> bytes | None:
+    """Return the picture at `path` if it has this mark."""
+    if not path.exists() or refusal(path, MOST_PICTURE):
+        return None
+    picture = read_regular(path, MOST_PICTURE)
+    return picture if mark.encode() in picture else None
+
+
+def _drawn(path: Path, history: History) -> bytes:
+    """Draw the picture to `path`, with the mark of `history`, and return it."""
+    # it takes longer to load than the rest of the page to write
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with written_whole(path) as aside:
+        canvas: Any = FigureCanvasAgg(figure_of(history))
+        # savefig would draw twice, first only for the extents
+        canvas.print_png(aside, metadata={"Description": history.mark})
+    return path.read_bytes()
 
 
 def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
