@@ -132,7 +132,7 @@ class NativeSparseAttention(nn.Module):
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
-        step_graphs: bool = False,
+        step_graphs: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> NSACache:

@@ -73,7 +73,8 @@ OPTIONS = {"plain": {}, "paged": {"page_size": 64}, "fp8": {"kv_dtype": torch.fl
 
 
 def two_caches(layer, options, **of_the_first):
-    caches = layer.new_cache(2, 1200, static=True, **options, **of_the_first), layer.new_cache(2, 1200, static=True, **options)
+    """Return a cache with the options of the first, and one whose steps run eagerly."""
+    caches = [layer.new_cache(2, 1200, static=True, **options, **more) for more in (of_the_first, {"step_graphs": False})]
     for cache in caches:
         for b in range(2 if "page_size" in options else 0):
             cache.reserve(b, 1200, length=0)
@@ -90,6 +91,7 @@ def test_a_thousand_replays_equal_eager_steps(kv, options, backend, forks):
     num_steps = 1000 if backend == "auto" and not forks else 100
     x = torch.randn(2, 100 + num_steps, 256, device="cuda", dtype=torch.bfloat16)
     static, eager = two_caches(layer, options, step_graphs=forks)
+    assert (static.graphs is not None) == forks
     token = torch.zeros(2, 1, 256, device="cuda", dtype=torch.bfloat16)
     graph, out = captured(layer, static, token)
     for cache in (static, eager):
@@ -116,7 +118,7 @@ def test_steps_by_graphs_of_the_cache_equal_eager_steps(kv, options, forks, monk
         on_one_stream(monkeypatch)
     layer, num_steps = layer_of(kv).eval(), 200
     x = torch.randn(2, 100 + num_steps, 256, device="cuda", dtype=torch.bfloat16)
-    graphs, eager = two_caches(layer, options, step_graphs=True)
+    graphs, eager = two_caches(layer, options)
     counts = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     for cache in (graphs, eager):
         layer(x[:, :100], cache=cache)

@@ -59,7 +59,7 @@ class NSACache:
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
-        step_graphs: bool = False,
+        step_graphs: bool | None = None,
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -78,7 +78,8 @@ class NSACache:
         to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
         heads of this rank, where tensor parallelism shares them out; None: the config's.
 
-        `step_graphs`: the layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `graphs`.
+        `step_graphs`: the layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `graphs`. None: it does
+        if the cache is static and on a GPU.
 
         Raises:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
@@ -90,7 +91,8 @@ class NSACache:
             raise InputError(
                 f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
             )
-        if step_graphs and not (static and torch.device(device).type == "cuda"):
+        may_capture = static and torch.device(device).type == "cuda"
+        if step_graphs and not may_capture:
             raise InputError(
                 f"step_graphs=True with static={static} on {device} (a CUDA graph holds a step of a static cache on a GPU); "
                 "use static=True and a GPU, or leave it out"
@@ -118,7 +120,7 @@ class NSACache:
         # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
-        self.graphs = StepGraphs() if step_graphs else None
+        self.graphs = StepGraphs() if (may_capture if step_graphs is None else step_graphs) else None
         """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
         `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
