@@ -24,7 +24,7 @@ CAPABILITY = Capability(
 )
 IS_PREFERRED = False
 """True when a step is faster than Triton's. On an H200 it takes 0.92 to 1.64 times as long (`3e3960f` against `02ffc5b`)."""
-UNMEASURED = "pages, FP8 stores, several or ragged rows (not run on a GPU yet); name 'cuda' to use it"
+UNMEASURED = "pages, FP8 stores, several or ragged rows (not timed on a GPU yet); name 'cuda' to use it"
 MOST_ROWS = 16
 """Rows of a sequence above which policy is against the kernels."""
 
