@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nsa_bench.needle.evaluate import ChoiceNote, Haystacks, Questions, draw_haystacks
 from nsa_bench.needle.plan import NeedlePlan, load_plan
+from nsa_bench.needle.table import chances
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
 from nsa_core.reference import naive
 from nsa_train.data.retrieval import retrieval_rows
@@ -54,8 +55,16 @@ def test_a_haystack_has_its_pairs_where_they_are_said_to_be(plan: NeedlePlan) ->
             assert pair[: task.tokens].max() < task.symbols <= pair[task.tokens :].min() <= pair[task.tokens :].max() < 2 * task.symbols
         # a key begins each pair, and no key comes twice
         starts = [at for at in range(0, len(row), task.pair_ids) if row[at] < task.symbols]
-        assert len(starts) == plan.grid.depths + plan.grid.distractors
+        assert len(starts) == plan.grid.depths + 2
         assert len({tuple(row[at : at + task.tokens].tolist()) for at in starts}) == len(starts)
+
+
+def test_a_length_may_have_its_own_number_of_distractors(plan_file: Path) -> None:
+    plan = load_plan(str(plan_file), plan_file.parent, ["grid.distractors=[1, 9]"])[0]
+    for length, pairs in ((64, 4), (80, 12)):
+        [row] = draw_haystacks(plan, length, range(1)).ids.tolist()
+        assert sum(row[at] < plan.task.symbols for at in range(0, len(row), plan.task.pair_ids)) == pairs
+    assert chances(plan)["chance_of_a_pair"] == 1 / 4
 
 
 def test_haystacks_depend_on_seed_length_and_number_alone(plan: NeedlePlan, plan_file: Path) -> None:

@@ -84,7 +84,7 @@ def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
     for number in samples:
         random = generator(plan.grid.seed, 0, f"needle grid {length} {number}")
         others = np.setdiff1d(np.arange(task.slots), needles)
-        slots = np.concatenate([needles, random.permutation(others)[: plan.grid.distractors]])
+        slots = np.concatenate([needles, random.permutation(others)[: plan.distractors(length)]])
         row = task.draw(random, slots).input_ids[: length - task.pair_ids]
         ids.append(row)
         pairs.append(row[needles[:, None] * task.pair_ids + np.arange(task.pair_ids)])

@@ -20,7 +20,7 @@ train.steps = 200
 lengths = [1024, 8192, 16384]        # tokens, question and answer included
 depths = 10                          # positions from the initial blocks to the window of the question
 samples = 20                         # haystacks of a length, each with a pair at every depth
-distractors = 16                     # further pairs in a haystack, which no question asks for
+distractors = 16                     # further pairs in a haystack, which no question asks for; or a list with a number for each length
 seed = 1                             # of the haystacks, and of shuffled choices
 """
 
@@ -51,7 +51,8 @@ class Grid:
     lengths: tuple[int, ...]
     depths: int
     samples: int
-    distractors: int = 0
+    distractors: tuple[int, ...] = ()
+    """For each of `lengths`."""
     seed: int = 1
     chunk: int = 4096
     """Tokens of each haystack that one pass of the prefill reads."""
@@ -88,9 +89,13 @@ class NeedlePlan:
 
     def haystack(self, length: int) -> Retrieval:
         """Return the task whose haystack, with a question and its answer, takes `length` tokens."""
-        grid = self.grid
-        task = evolve(self.task, pairs=grid.depths + grid.distractors, queries=grid.depths, copies=False)
+        pairs = self.grid.depths + self.distractors(length)
+        task = evolve(self.task, pairs=pairs, queries=self.grid.depths, copies=False)
         return evolve(task, length=length - task.pair_ids + task.tail)
+
+    def distractors(self, length: int) -> int:
+        """Return the number of pairs in a haystack of `length` tokens that no question asks for."""
+        return self.grid.distractors[self.grid.lengths.index(length)]
 
     def needle_slots(self, length: int) -> list[int]:
         """Return the slots of the needles, first to last: spread evenly from the initial blocks to the window of the question.
@@ -123,11 +128,9 @@ class NeedlePlan:
                     f"grid.lengths has {length}, whose {task.slots} slots do not hold {task.pairs} pairs (a needle at each depth, and the "
                     "distractors); use fewer distractors"
                 )
-        task = self.task
-        if task.symbols**task.tokens < self.grid.depths + self.grid.distractors:
-            found.append(
-                f"grid.distractors={self.grid.distractors} leaves keys that are not unique (data.needle_symbols, needle_tokens); use fewer"
-            )
+        task, most = self.task, max(self.grid.distractors)
+        if task.symbols**task.tokens < self.grid.depths + most:
+            found.append(f"grid.distractors={most} leaves keys that are not unique (data.needle_symbols, needle_tokens); use fewer")
         for stage in (stage for arm in self.arms for stage in arm.stages):
             config = stage.config
             if self.grid.seed in (config.data.shuffle_seed, config.train.seed):
@@ -174,11 +177,16 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
         arms = tuple(_arm(name, content, recipe, own, out) for name in content["arms"])
     except ConfigError as error:
         raise OptionError.of([f"{path.name}: {line}" for line in str(error).splitlines()]) from None
-    table = content["grid"]
-    found = NeedlePlan(name=path.stem, arms=arms, grid=Grid(**table | {"lengths": tuple(table["lengths"])}))
+    found = NeedlePlan(name=path.stem, arms=arms, grid=_grid_of(content["grid"]))
     if problems := found.problems():
         raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
     return found, out
+
+
+def _grid_of(table: Mapping[str, Any]) -> Grid:
+    lengths, distractors = tuple(table["lengths"]), table.get("distractors", 0)
+    each = tuple(distractors) if isinstance(distractors, list) else (distractors,) * len(lengths)
+    return Grid(**{**table, "lengths": lengths, "distractors": each})
 
 
 def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence[str], out: Path) -> Arm:
@@ -228,8 +236,11 @@ def _broken_grid(grid: Any) -> Iterator[str]:
         if name not in grid:
             yield f"grid.{name} is missing; use grid.{name} = {'[1024, 2048]' if name == 'lengths' else 10}"
     for name, value in grid.items():
-        least, is_list = 0 if name in ("distractors", "seed") else 1, name == "lengths"
+        least = 0 if name in ("distractors", "seed") else 1
+        is_list = name == "lengths" or (name == "distractors" and isinstance(value, list))
         numbers = value if is_list and isinstance(value, list) and value else [None if is_list else value]
         if name in known and not all(isinstance(number, int) and not isinstance(number, bool) and number >= least for number in numbers):
             kind = "list of whole numbers" if is_list else "whole number"
             yield f"grid.{name}={value!r} is no {kind} of at least {least}; use {'[1024, 2048]' if is_list else max(least, 10)}"
+        elif name == "distractors" and is_list and isinstance(lengths := grid.get("lengths"), list) and len(value) != len(lengths):
+            yield f"grid.distractors has {len(value)} numbers for {len(lengths)} lengths; use one for each, or one for all"

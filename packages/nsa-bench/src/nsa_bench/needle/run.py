@@ -75,7 +75,8 @@ def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
     # a shuffled choice is drawn per batch, and chunks change the order of sums
     return {
         "slots": plan.needle_slots(length),
-        **{name: getattr(grid, name) for name in ("samples", "distractors", "seed", "batch_tokens", "chunk")},
+        "distractors": plan.distractors(length),
+        **{name: getattr(grid, name) for name in ("samples", "seed", "batch_tokens", "chunk")},
     }
 
 

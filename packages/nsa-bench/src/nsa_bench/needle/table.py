@@ -103,9 +103,12 @@ def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
 
 
 def chances(plan: NeedlePlan) -> dict[str, float]:
-    """Return the share of right answers of a model that knows nothing, and of one that answers with the value of any pair of the haystack."""
+    """Return the share of right answers of a model that knows nothing, and of one that answers with the value of any pair of the haystack.
+
+    The second is that of the haystacks with the fewest pairs.
+    """
     task, grid = plan.task, plan.grid
-    return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + grid.distractors)}
+    return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + min(grid.distractors))}
 
 
 def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
