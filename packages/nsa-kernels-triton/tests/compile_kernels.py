@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_heads": 32,
         "num_kv_heads": 2,
         "length": 9000,
-        "forms": {"launch.MOST_EARLY_PAIRS": 0, "decode.op.CHOOSERS": 1},
+        "forms": {"launch.MOST_EARLY_PAIRS": 32, "decode.op.LEAST_CHOOSER_BLOCKS": 32},
     },
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
