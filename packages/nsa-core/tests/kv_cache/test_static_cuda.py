@@ -197,6 +197,30 @@ def test_an_error_in_a_capture_with_forks_is_the_one_that_is_raised():
         layer(token, cache=cache)
 
 
+@torch.no_grad()
+def test_a_capture_that_fails_leaves_the_stream_and_eager_steps(monkeypatch):
+    layer, x = layer_of("separate").eval(), torch.randn(2, 4, 256, device="cuda", dtype=torch.bfloat16)
+    cache, eager = two_caches(layer, {})
+    kind = type(layer.gate)
+    forward = kind.forward
+
+    def waits(gate, x):
+        x.sum().item()
+        return forward(gate, x)
+
+    monkeypatch.setattr(kind, "forward", waits)
+    stream = torch.cuda.current_stream()
+    for t in range(4):
+        token = x[:, t : t + 1].contiguous()
+        if t == 1:
+            with pytest.warns(UserWarning, match="could not be captured as a CUDA graph"):
+                out = layer(token, cache=cache)
+        else:
+            out = layer(token, cache=cache)
+        assert torch.cuda.current_stream() == stream
+        assert torch.equal(out, layer(token, cache=eager))
+
+
 def test_replays_past_the_end_write_nothing_and_are_noted():
     layer = layer_of("separate")
     cache, token = layer.new_cache(1, 64, static=True), torch.randn(1, 1, 256, device="cuda", dtype=torch.bfloat16)

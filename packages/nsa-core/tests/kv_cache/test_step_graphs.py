@@ -369,3 +369,34 @@ def test_a_copy_of_a_cache_has_no_graph_and_equals_it(random_layer, random_input
 def test_step_graphs_of_a_cache_that_no_graph_can_hold_are_refused(random_layer, options):
     with pytest.raises(InputError, match=r"step_graphs=True with static=.* on cpu"):
         random_layer(CONFIG).new_cache(2, 60, step_graphs=True, **options)
+
+
+class Failing:
+    """A capture that fails after the body has run up to some point."""
+
+    def capture(self, body, x):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("may_fail", [True, False])
+def test_a_capture_that_fails_leaves_eager_steps_where_nobody_asked_for_graphs(may_fail, random_layer, random_input):
+    layer, x = random_layer(CONFIG).eval(), random_input(2, 5, 8)
+    cache, eager = (layer.new_cache(2, 60, static=True) for _ in range(2))
+    cache.graphs = StepGraphs(Failing, may_fail=may_fail)
+    with torch.no_grad():
+        layer(x[:, :1], cache=cache)
+        layer(x[:, :1], cache=eager)
+        if may_fail:
+            with pytest.warns(UserWarning, match=r"could not be captured as a CUDA graph \(operation not permitted"):
+                out = layer(x[:, 1:2], cache=cache)
+            assert torch.equal(out, layer(x[:, 1:2], cache=eager))
+            # a copy tries again
+            assert not copy.deepcopy(cache).graphs.has_failed
+        else:
+            with pytest.raises(RuntimeError, match="not permitted"):
+                layer(x[:, 1:2], cache=cache)
+            layer(x[:, 1:2], cache=cache)
+            layer(x[:, 1:2], cache=eager)
+        for t in range(2, 5 if may_fail else 2):
+            assert torch.equal(layer(x[:, t : t + 1], cache=cache), layer(x[:, t : t + 1], cache=eager))
+    assert all(torch.equal(held, state_of(eager)[name]) for name, held in state_of(cache).items())

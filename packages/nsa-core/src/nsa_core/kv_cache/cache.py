@@ -79,7 +79,7 @@ class NSACache:
         heads of this rank, where tensor parallelism shares them out; None: the config's.
 
         `step_graphs`: the layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `graphs`. None: it does
-        if the cache is static and on a GPU.
+        if the cache is static and on a GPU, and if a capture fails, a warning says so and steps run eagerly.
 
         Raises:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
@@ -120,7 +120,7 @@ class NSACache:
         # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
-        self.graphs = StepGraphs() if (may_capture if step_graphs is None else step_graphs) else None
+        self.graphs = StepGraphs(may_fail=step_graphs is None) if (may_capture if step_graphs is None else step_graphs) else None
         """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
         `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))

@@ -4,9 +4,11 @@ The first step of a form runs eagerly, which compiles and loads its kernels. The
 reads weights and stores by address, and keeps the kernels of its capture. If one of these changes, all graphs are dropped.
 """
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,11 +48,16 @@ class CudaCapture:
     def capture(self, body: Callable[[], Tensor], x: Tensor) -> Tensor:
         """Capture `body` on a side stream of the current one, which all graphs of steps on that stream share with its workspaces of cuBLAS."""
         with torch.cuda.device(x.device):
-            stream = side_stream(torch.cuda.current_stream(), NUM_SIDE_STREAMS)
+            current = torch.cuda.current_stream()
+            stream = side_stream(current, NUM_SIDE_STREAMS)
             _load_products(x, stream)
-            # another thread may go on with what a capture forbids
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                return body()
+            try:
+                # another thread may go on with what a capture forbids
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    return body()
+            finally:
+                # where a capture fails, torch raises before it leaves the stream
+                torch.cuda.set_stream(current)
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -137,23 +144,27 @@ class _Graph(NamedTuple):
 class StepGraphs:
     """The graphs of one cache, by form of step. They hold no reference to the cache, and go with it."""
 
-    def __init__(self, make_capture: Callable[[], Capture] = CudaCapture) -> None:
-        """Start without a graph; `make_capture` makes the object that captures and replays a step."""
-        self.make_capture = make_capture
+    def __init__(self, make_capture: Callable[[], Capture] = CudaCapture, *, may_fail: bool = False) -> None:
+        """Start without a graph.
+
+        `make_capture` makes the object that captures and replays a step. `may_fail`: after a capture that fails, all steps run eagerly.
+        """
+        self.make_capture, self.may_fail = make_capture, may_fail
+        self.has_failed = False
         self.forms: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
         """None for a form that ran eagerly once."""
         self._wiring: _Wiring | None = None
 
-    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[Callable[[], Capture]]]:
+    def __reduce__(self) -> tuple[Callable[..., "StepGraphs"], tuple[()]]:
         """Return what copies and unpickles as a value without graphs: they read the tensors of this cache, and hold the layer's weights."""
-        return StepGraphs, (self.make_capture,)
+        return partial(StepGraphs, self.make_capture, may_fail=self.may_fail), ()
 
     def run(self, layer: nn.Module, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> Tensor:
         """Return `forward(x, query_count)`, the step of `layer` over the static `cache`, by a graph where one may replace it.
 
         x is made contiguous in every step that a graph may replace, because a product with a bias rounds differently for rows that are not.
         """
-        if not _may_replace(x, query_count):
+        if self.has_failed or not _may_replace(x, query_count):
             return forward(x, query_count)
         if self._wiring is None or not self._wiring.holds(layer, cache):
             self.forms.clear()
@@ -172,6 +183,8 @@ class StepGraphs:
             return out
         cache.check_count(x.shape[1], query_count)
         graph = self.forms.pop(key) or self._captured(cache, x, query_count, forward)
+        if graph is None:
+            return forward(x, query_count)
         self.forms[key] = graph
         graph.x.copy_(x)
         if graph.query_count is not None and query_count is not None:
@@ -180,13 +193,26 @@ class StepGraphs:
         # the next replay writes into the graph's own
         return graph.out.clone()
 
-    def _captured(self, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> _Graph:
+    def _captured(self, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> _Graph | None:
+        """Return the captured step; None if it could not be captured and `may_fail`."""
         # a tensor made in inference mode takes no copy outside of it
         with torch.inference_mode(False):
             static_x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
             static_count = None if query_count is None else torch.zeros(query_count.shape, dtype=torch.int32, device=x.device)
         capture = self.make_capture()
-        out = capture.capture(lambda: forward(static_x, static_count), static_x)
+        try:
+            out = capture.capture(lambda: forward(static_x, static_count), static_x)
+        except Exception as error:
+            if not self.may_fail:
+                raise
+            self.has_failed = True
+            self.forms.clear()
+            warnings.warn(
+                f"a step of the static cache could not be captured as a CUDA graph ({error}), so all of its steps run eagerly; "
+                "new_cache(..., step_graphs=False) does so from the start",
+                stacklevel=2,
+            )
+            return None
         if cache.read_counter is not None:
             # it would keep memory of the graph
             cache.read_counter.forget()
