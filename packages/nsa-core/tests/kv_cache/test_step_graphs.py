@@ -400,3 +400,25 @@ def test_a_capture_that_fails_leaves_eager_steps_where_nobody_asked_for_graphs(m
         for t in range(2, 5 if may_fail else 2):
             assert torch.equal(layer(x[:, t : t + 1], cache=cache), layer(x[:, t : t + 1], cache=eager))
     assert all(torch.equal(held, state_of(eager)[name]) for name, held in state_of(cache).items())
+
+
+class Scaled(nn.Linear):
+    """A projection with a factor of its own, like an adapter's."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+def test_steps_of_a_layer_with_unknown_modules_run_eagerly(random_layer, random_input):
+    layer, x = random_layer(CONFIG).eval(), random_input(2, 5, 8)
+    scaled = Scaled(8, 24, bias=False).eval()
+    scaled.weight = layer.q_proj.weight
+    layer.q_proj = scaled
+    (cache, made), eager = with_graphs(layer.new_cache(2, 60, static=True)), layer.new_cache(2, 60, static=True)
+    with torch.no_grad():
+        for t in range(5):
+            scaled.factor = 1.0 + (t > 2)
+            assert torch.equal(layer(x[:, t : t + 1], cache=cache), layer(x[:, t : t + 1], cache=eager))
+    assert not made

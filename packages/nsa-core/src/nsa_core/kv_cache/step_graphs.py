@@ -22,6 +22,9 @@ MOST_FORMS = 4
 MOST_ROWS = 16
 """Rows of a sequence up to which a step is captured: longer ones take longer than their launches, and their graphs much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+KNOWN = ("nsa_core", "torch")
+"""Packages whose modules a graph may hold: what their forward does follows from tensors and from what `_Wiring` compares. An adapter's module may
+have a switch or a factor of its own, which a replay would not notice."""
 
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 """A step: the output `(B, m, hidden_size)` of x of the same shape, and of the query_count int32 (B,), if there is one."""
@@ -111,7 +114,8 @@ class _Wiring:
             weights = [x for owner in (module._parameters, module._buffers) for x in owner.values() if x is not None]
             # a shard, or a weight that comes when its module is called, has no address that a graph may keep
             are_whole = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in weights)
-            self.is_plain = self.is_plain and are_whole and not module.training and "forward" not in module.__dict__
+            is_known = module is layer or type(module).__module__.partition(".")[0] in KNOWN
+            self.is_plain = self.is_plain and is_known and are_whole and not module.training and "forward" not in module.__dict__
         # by name: the cache keeps its graphs, and they keep no reference to it
         names = [name for name, value in vars(cache).items() if isinstance(value, Tensor)]
         self.of_cache = [_Entry.of(vars(cache), name)._replace(owner={}) for name in (*names, "bounds", "stores", "pages", "read_counter")]
@@ -128,7 +132,7 @@ class _Wiring:
         return self.layer() is layer and all(entry.holds(state) for entry in self.of_cache) and all(entry.holds() for entry in self.entries)
 
     def may_capture(self) -> bool:
-        """Return True for a layer of whole weights without hooks, telemetry or training."""
+        """Return True for a layer of known modules with whole weights, without hooks, telemetry or training."""
         return self.is_plain and not any(self.hooks) and not modules._has_any_global_hook()
 
 
