@@ -121,14 +121,23 @@ def test_control_characters_of_samples_are_shown_as_none(run: RunDirectory) -> N
 
 def test_curves_are_drawn_again_only_for_other_records_or_by_another_version(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = []
-    for change in (lambda: None, lambda: put_loss(run, 9.0), lambda: None, lambda: monkeypatch.setattr(figures, "__version__", "9.9")):
+    changes = (
+        lambda: None,
+        lambda: put_loss(run, 9.0),
+        lambda: None,
+        lambda: run.curves.write_bytes(run.curves.read_bytes()[:-9]),
+        lambda: monkeypatch.setattr(figures, "__version__", "9.9"),
+    )
+    for change in changes:
         change()
         write_report(run)
         pictures.append((run.curves.stat().st_ino, run.curves.read_bytes()))
         assert base64.b64encode(pictures[-1][1]).decode() in run.report.read_text()
     assert all(picture.startswith(b"\x89PNG") for _file, picture in pictures)
     assert pictures[1] == pictures[2]
-    assert len(set(pictures)) == 3
+    # the picture that was cut off is drawn again, with the same bytes
+    assert pictures[3][1] == pictures[2][1]
+    assert len({content for _file, content in pictures}) == 3
 
 
 def put_loss(run: RunDirectory, loss: float) -> None:

@@ -51,7 +51,7 @@ class Grid:
     lengths: tuple[int, ...]
     depths: int
     samples: int
-    distractors: tuple[int, ...] = ()
+    distractors: tuple[int, ...]
     """For each of `lengths`."""
     seed: int = 1
     chunk: int = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
-from nsa_train.files import MOST_PICTURE, MOST_SAMPLE, as_text, read_regular, refusal, written_whole
+from nsa_train.files import MOST_PICTURE, MOST_SAMPLE, IrregularFileError, as_text, read_regular, refusal, written_whole
 from nsa_train.host.environment import missing_report
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
@@ -57,6 +57,8 @@ ELSEWHERE = ("routing", "routes", "packages", "resumed")
 COMPARED = ("python", "torch", "triton", "cuda", "device", "gpu", "threads")
 """Keys of env.json that the page reports if they differ from the previous start; versions of packages are compared as well."""
 COMMIT_LETTERS = 12
+PNG_END = b"IEND\xaeB`\x82"
+"""The type and checksum of the last chunk of a PNG."""
 MOST_NAMED = 8
 """Maximum number of resumes whose steps the head of the page names."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -126,11 +128,12 @@ def write_report(paths: RunDirectory) -> None:
 
 
 def _drawn_before(path: Path, mark: str) -> bytes | None:
-    """Return the picture at `path` if it has this mark."""
-    if not path.exists() or refusal(path, MOST_PICTURE):
+    """Return the picture at `path` if it is whole and has this mark."""
+    try:
+        picture = read_regular(path, MOST_PICTURE)
+    except (IrregularFileError, OSError):
         return None
-    picture = read_regular(path, MOST_PICTURE)
-    return picture if mark.encode() in picture else None
+    return picture if mark.encode() in picture and picture.endswith(PNG_END) else None
 
 
 def _drawn(path: Path, history: History) -> bytes:
