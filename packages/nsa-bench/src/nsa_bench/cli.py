@@ -188,7 +188,7 @@ def ablate(
         Path | None, Parameter(help="Directory of recipes, runs and logs; ablations/PLAN by default. Finished trials stay.")
     ] = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every trial. Repeatable.")] = None,
-    side_by_side: Annotated[int, Parameter(help="Trials that run at a time, all on one machine.")] = 1,
+    side_by_side: Annotated[int, Parameter(help="Trials that run at a time, spread over the GPUs of this machine.")] = 1,
     minutes: Annotated[float | None, Parameter(help="Save and stop after this many minutes; the next call continues.")] = None,
     earlier: Annotated[
         list[Path] | None,

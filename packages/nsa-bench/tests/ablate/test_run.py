@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -76,6 +77,27 @@ def test_trials_run_side_by_side_and_once(folders: list[TrialFolder], runs_as) -
     again: list[str] = []
     assert run_trials(folders, side_by_side=3, minutes=None, say=again.append)
     assert again == ["8 of 8 trials are finished already"]
+
+
+def test_trials_are_spread_over_gpus(folders: list[TrialFolder], runs_as) -> None:
+    shows = "import os, sys; open(sys.argv[1], 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+    runs_as({folder.trial.name: shows for folder in folders})
+    said: list[str] = []
+    assert run_trials(folders[:4], side_by_side=4, minutes=None, say=said.append, gpus=["2", "GPU-ab"])
+    assert [folder.judged.read_text() for folder in folders[:4]] == ["2", "GPU-ab", "2", "GPU-ab"]
+    assert said[0].endswith(" on GPU 2")
+    # a single GPU needs no choice
+    assert run_trials(folders[4:6], side_by_side=2, minutes=None, say=said.append, gpus=["7"])
+    assert [folder.judged.read_text() for folder in folders[4:6]] == 2 * [os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
+
+
+@pytest.mark.parametrize(("named", "gpus"), [(None, ["0", "1"]), ("3, 5,7", ["3", "5"]), ("GPU-ab,GPU-cd", ["GPU-ab", "GPU-cd"])])
+def test_gpus_are_named_as_cuda_visible_devices_does(named: str | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert running.visible_gpus() == gpus
 
 
 def test_a_trial_that_fails_stops_no_other_and_is_tried_again(folders: list[TrialFolder], runs_as) -> None:

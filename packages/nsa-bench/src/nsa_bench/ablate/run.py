@@ -1,5 +1,6 @@
-"""Run the trials of a plan as processes, several at a time; a finished trial is not run again. Imports no torch."""
+"""Run the trials of a plan as processes, several at a time; a finished trial is not run again. Imports no torch at the top."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -76,14 +78,25 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     return folders
 
 
-def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None]) -> bool:
+class Running(NamedTuple):
+    """A trial that runs."""
+
+    process: "subprocess.Popen[bytes]"
+    gpu: str | None
+    """The GPU that it alone sees; None if it sees those of this process."""
+
+
+def run_trials(
+    folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None], gpus: Sequence[str] = ()
+) -> bool:
     """Run the unfinished trials, at most `side_by_side` at a time; return whether all were started and ended by themselves.
 
+    With several `gpus`, as CUDA_VISIBLE_DEVICES names them, a trial runs on the one that has the fewest trials.
     After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call continues them. A trial that fails
     stops no other trial; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
-    running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
+    running: dict[TrialFolder, Running] = {}
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -93,10 +106,12 @@ def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float 
         while waiting or running:
             while waiting and len(running) < side_by_side:
                 folder = waiting.pop(0)
-                say(f"started {folder.trial.name}")
-                running[folder] = _started(folder)
-            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                say(_ended(folder, running.pop(folder).returncode))
+                taken = [trial.gpu for trial in running.values()]
+                gpu = min(gpus, key=taken.count) if len(gpus) > 1 else None
+                say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
+                running[folder] = Running(_started(folder, gpu), gpu)
+            for folder in [folder for folder, trial in running.items() if trial.process.poll() is not None]:
+                say(_ended(folder, running.pop(folder).process.returncode))
             if deadline is not None and time.monotonic() > deadline and (waiting or running):
                 say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
                 return False
@@ -115,10 +130,23 @@ def command_of(folder: TrialFolder) -> list[str]:
     return [sys.executable, "-m", "nsa_bench.ablate.trial", str(folder.recipe), str(folder.run.root)]
 
 
-def _started(folder: TrialFolder) -> "subprocess.Popen[bytes]":
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251 - only CUDA's own variable says which GPUs there are
+    # CUDA ignores names from the first invalid one on
+    return [str(index) for index in range(count)] if named is None else [name.strip() for name in named.split(",")][:count]
+
+
+def _started(folder: TrialFolder, gpu: str | None) -> "subprocess.Popen[bytes]":
+    environment = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}  # noqa: TID251 - a process gets its GPU so
     with folder.log.open("ab") as log:
         # a separate session, so that only this process receives Ctrl-C and passes it on once
-        return subprocess.Popen(command_of(folder), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            command_of(folder), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+        )
 
 
 def _ended(folder: TrialFolder, code: int) -> str:
@@ -132,10 +160,10 @@ def _ended(folder: TrialFolder, code: int) -> str:
     return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {lines[-1] if lines else 'it said nothing'}"
 
 
-def _end(running: "dict[TrialFolder, subprocess.Popen[bytes]]", say: Callable[[str], None]) -> None:
+def _end(running: dict[TrialFolder, Running], say: Callable[[str], None]) -> None:
     """Wait until every run has saved and ended; a second signal ends this process at once."""
-    for process in running.values():
+    for trial in running.values():
         with suppress(ProcessLookupError):
-            process.terminate()
-    for folder, process in running.items():
-        say(_ended(folder, process.wait()))
+            trial.process.terminate()
+    for folder, trial in running.items():
+        say(_ended(folder, trial.process.wait()))

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
-from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.ablate.run import TrialFolder, prepare, run_trials, visible_gpus
 from nsa_bench.errors import OptionError
 from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
@@ -51,7 +51,8 @@ def run_ablation(
     folders = prepare(trials, out or Path("ablations") / plan.name)
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
-    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say)
+    gpus = visible_gpus() if side_by_side > 1 else ()
+    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, gpus=gpus)
     results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
     output.show(ablation_table(plan, results))
     if results:
