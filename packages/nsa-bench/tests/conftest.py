@@ -1,8 +1,12 @@
-"""Third-party plug-ins as real, installed packages of one module each."""
+"""Third-party plug-ins as real, installed packages of one module each; what a command writes to its JSON file."""
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from nsa_bench import results
 
 HOPPER = """
 from nsa_core import BranchOutput, Capability, Operation, Reason
@@ -43,3 +47,17 @@ def install(tmp_path, monkeypatch):
     yield install
     for name in made:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[dict[str, Any]]:
+    """The contents that commands write to their JSON files, in order; the files are written too."""
+    contents: list[dict[str, Any]] = []
+    write = results.write_json
+
+    def write_and_note(path: Path, content: dict[str, Any]) -> None:
+        contents.append(content)
+        write(path, content)
+
+    monkeypatch.setattr(results, "write_json", write_and_note)
+    return contents

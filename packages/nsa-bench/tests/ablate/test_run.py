@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,10 @@ from nsa_bench.errors import OptionError
 FINISHES = "import sys; open(sys.argv[1], 'w').write('{}')"
 FAILS = "import sys; sys.exit('it cannot be')"
 SAVES = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
+
+
+def ignore() -> None:
+    """Do nothing after a trial."""
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def runs_as(monkeypatch: pytest.MonkeyPatch):
     return replace
 
 
-def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.CaptureFixture[str], written: list[dict[str, Any]]) -> None:
     out = plan_file.parent
     files = ["--json", str(out / "a.json"), "--csv", str(out / "a.csv"), "--png", str(out / "a.png"), "--commit", "abc"]
     words = ["ablate", str(plan_file), "--out", str(out / "out"), "--side-by-side", "2", "--set", "train.batch_size=4", *files]
@@ -47,6 +52,8 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert run_command(words) == 0
     content = json.loads((out / "a.json").read_text())
     assert (content["num_finished"], content["environment"]["commit"]) == (2, "abc")
+    # after each trial and at the end; both may have ended before the first is noticed
+    assert [content["num_finished"] for content in written][1:] == [2, 2]
     dense, nsa = content["trials"]
     assert (dense["variant"], nsa["variant"]) == ("dense, lr=0.01", "nsa, lr=0.01")
     assert dense["tokens"] == nsa["tokens"] == 2 * 4 * 40
@@ -71,11 +78,18 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
 def test_trials_run_side_by_side_and_once(folders: list[TrialFolder], runs_as) -> None:
     runs_as({})
     said: list[str] = []
-    assert run_trials(folders, side_by_side=3, minutes=None, say=said.append)
+    finished: list[int] = []
+
+    def count() -> None:
+        finished.append(sum(folder.judged.is_file() for folder in folders))
+
+    assert run_trials(folders, side_by_side=3, minutes=None, say=said.append, after_each=count)
+    assert len(finished) == 8
+    assert finished == sorted(finished)
     assert [line for line in said[:4] if line.startswith("started")] == [f"started {folder.trial.name}" for folder in folders[:3]]
     assert sorted(line.split()[1] for line in said if line.startswith("finished")) == sorted(folder.trial.name for folder in folders)
     again: list[str] = []
-    assert run_trials(folders, side_by_side=3, minutes=None, say=again.append)
+    assert run_trials(folders, side_by_side=3, minutes=None, say=again.append, after_each=ignore)
     assert again == ["8 of 8 trials are finished already"]
 
 
@@ -83,11 +97,11 @@ def test_trials_are_spread_over_gpus(folders: list[TrialFolder], runs_as) -> Non
     shows = "import os, sys; open(sys.argv[1], 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
     runs_as({folder.trial.name: shows for folder in folders})
     said: list[str] = []
-    assert run_trials(folders[:4], side_by_side=4, minutes=None, say=said.append, gpus=["2", "GPU-ab"])
+    assert run_trials(folders[:4], side_by_side=4, minutes=None, say=said.append, after_each=ignore, gpus=["2", "GPU-ab"])
     assert [folder.judged.read_text() for folder in folders[:4]] == ["2", "GPU-ab", "2", "GPU-ab"]
     assert said[0].endswith(" on GPU 2")
     # a single GPU needs no choice
-    assert run_trials(folders[4:6], side_by_side=2, minutes=None, say=said.append, gpus=["7"])
+    assert run_trials(folders[4:6], side_by_side=2, minutes=None, say=said.append, after_each=ignore, gpus=["7"])
     assert [folder.judged.read_text() for folder in folders[4:6]] == 2 * [os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
 
 
@@ -103,19 +117,19 @@ def test_gpus_are_named_as_cuda_visible_devices_does(named: str | None, gpus: li
 def test_a_trial_that_fails_stops_no_other_and_is_tried_again(folders: list[TrialFolder], runs_as) -> None:
     runs_as({folders[1].trial.name: FAILS})
     said: list[str] = []
-    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append)
+    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append, after_each=ignore)
     [failure] = [line for line in said if line.startswith("FAILED")]
     assert failure == f"FAILED {folders[1].trial.name} (exit code 1; {folders[1].log}): it cannot be"
     assert [folder.judged.is_file() for folder in folders] == [True, False] + 6 * [True]
     runs_as({})
-    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append)
+    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append, after_each=ignore)
     assert all(folder.judged.is_file() for folder in folders)
 
 
 def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: list[TrialFolder], runs_as) -> None:
     runs_as({folders[2].trial.name: SAVES})
     said: list[str] = []
-    assert not run_trials(folders, side_by_side=2, minutes=0.03, say=said.append)
+    assert not run_trials(folders, side_by_side=2, minutes=0.03, say=said.append, after_each=ignore)
     # on a busy machine it may not have installed its handler yet, and another trial may have been running
     name = folders[2].trial.name
     assert {f"saved {name}", f"stopped {name} before it had anything to save"} & set(said)

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,13 @@ from nsa_bench.needle.table import needle_table
 from nsa_train.run_dir import RunDirectory
 
 
-def test_a_plan_is_trained_evaluated_and_written(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def ignore() -> None:
+    """Do nothing after a stage."""
+
+
+def test_a_plan_is_trained_evaluated_and_written(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], written: list[dict[str, Any]]
+) -> None:
     out = plan_file.parent
     plan_file.write_text(plan_file.read_text().replace('[arms.dense]\nmodel.attention = "dense"\n', ""))
     files = ["--json", str(out / "a.json"), "--csv", str(out / "a.csv"), "--png", str(out / "a.png"), "--commit", "abc"]
@@ -26,6 +33,9 @@ def test_a_plan_is_trained_evaluated_and_written(plan_file: Path, capsys: pytest
     assert content["environment"]["commit"] == "abc"
     assert content["seeds"] == {"weights": 0, "training_rows": 0, "evaluation": 5}
     assert content["task"] == {"symbols": 8, "tokens": 2, "chance": 1 / 64, "chance_of_a_pair": 1 / 5}
+    # after each of two stages, before the first length, after each of two lengths, and at the end
+    progress = [(len(arm["stages"]), len(arm["cells"])) for [arm] in (content["arms"] for content in written)]
+    assert progress == [(1, 0), (2, 0), (2, 0), (2, 9), (2, 18), (2, 18)]
     [arm] = content["arms"]
     assert [(stage["seq_len"], stage["steps"]) for stage in arm["stages"]] == [(40, 2), (56, 1)]
     # the second stage begins with what the first has learned
@@ -56,7 +66,7 @@ def test_after_the_minutes_no_other_arm_begins(plan_file: Path, monkeypatch: pyt
     monkeypatch.setattr(running, "command_of", command_of)
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     said: list[str] = []
-    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append)
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append, after_each=ignore)
     assert [line for line in said if line.startswith("started")] == ["started nsa_stage=1_seed=0"]
 
 
@@ -67,7 +77,7 @@ def test_an_arm_whose_stage_fails_leaves_the_others(plan_file: Path, monkeypatch
     monkeypatch.setattr(running, "command_of", command_of)
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     said: list[str] = []
-    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append)
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore)
     assert [line.split()[1] for line in said if line.startswith("FAILED")] == [stage.name for arm in plan.arms for stage in arm.stages]
 
 

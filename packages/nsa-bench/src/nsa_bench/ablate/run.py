@@ -87,12 +87,18 @@ class Running(NamedTuple):
 
 
 def run_trials(
-    folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None], gpus: Sequence[str] = ()
+    folders: list[TrialFolder],
+    *,
+    side_by_side: int,
+    minutes: float | None,
+    say: Callable[[str], None],
+    after_each: Callable[[], object],
+    gpus: Sequence[str] = (),
 ) -> bool:
     """Run the unfinished trials, at most `side_by_side` at a time; return whether all were started and ended by themselves.
 
-    With several `gpus`, as CUDA_VISIBLE_DEVICES names them, a trial runs on the one that has the fewest trials.
-    After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call continues them. A trial that fails
+    `after_each` is called when a trial has ended. With several `gpus`, as CUDA_VISIBLE_DEVICES names them, a trial runs on the one that has
+    the fewest trials. After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call continues them. A trial that fails
     stops no other trial; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
@@ -112,6 +118,7 @@ def run_trials(
                 running[folder] = Running(_started(folder, gpu), gpu)
             for folder in [folder for folder, trial in running.items() if trial.process.poll() is not None]:
                 say(_ended(folder, running.pop(folder).process.returncode))
+                after_each()
             if deadline is not None and time.monotonic() > deadline and (waiting or running):
                 say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
                 return False

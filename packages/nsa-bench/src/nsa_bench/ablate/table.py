@@ -36,6 +36,7 @@ def run_ablation(
 ) -> bool:
     """Run the unfinished trials of a plan, print the table, write the files; return whether all trials are finished.
 
+    The JSON and CSV files are written after each trial too, so that an interrupted call leaves what it has.
     Trials in `earlier`, JSON files of earlier calls, count as finished.
 
     Raises:
@@ -51,14 +52,20 @@ def run_ablation(
     folders = prepare(trials, out or Path("ablations") / plan.name)
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
+    output.check_files()
+
+    def write() -> list[TrialResult]:
+        results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
+        if results:
+            output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+        return results
+
     gpus = visible_gpus() if side_by_side > 1 else ()
-    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, gpus=gpus)
-    results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
+    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, after_each=write, gpus=gpus)
+    results = write()
     output.show(ablation_table(plan, results))
-    if results:
-        output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
-        if png_file is not None:
-            draw(plan, results, png_file)
+    if results and png_file is not None:
+        draw(plan, results, png_file)
     return len(results) == len(plan.trials)
 
 

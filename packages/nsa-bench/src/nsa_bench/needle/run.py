@@ -32,9 +32,12 @@ class Deadline:
         return self.minutes == 0
 
 
-def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minutes: float | None, say: Say) -> bool:
+def train_and_evaluate(
+    plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minutes: float | None, say: Say, after_each: Callable[[], object]
+) -> bool:
     """Train the unfinished stages of a plan's `arms`, then evaluate the grid; return whether all results exist.
 
+    `after_each` is called when a stage has ended and when a length has been evaluated.
     After `minutes`, at Ctrl-C and at SIGTERM a stage saves and ends, and an evaluation ends after a length; the next call continues. An
     arm whose stage fails is not trained further; its log says why.
 
@@ -46,10 +49,15 @@ def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minu
     try:
         for arm in arms:
             # one at a time: each begins with the weights of the previous one
-            if not run_trials(folders[arm], side_by_side=1, minutes=deadline.minutes, say=say):
+            if not run_trials(folders[arm], side_by_side=1, minutes=deadline.minutes, say=say, after_each=after_each):
                 return False
-            if all(folder.judged.is_file() for folder in folders[arm]) and not _evaluate(plan, arm, out, deadline, say):
-                return False
+            if not all(folder.judged.is_file() for folder in folders[arm]):
+                continue
+            for left in _evaluated(plan, arm, out, say):
+                after_each()
+                if left and deadline.is_over:
+                    say(f"the minutes are over: {arm.name} has {left} lengths left for the next call")
+                    return False
     except KeyboardInterrupt:
         say("stopped: the length that was being evaluated is left for the next call")
         return False
@@ -80,19 +88,17 @@ def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
     }
 
 
-def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Say) -> bool:
-    """Evaluate the lengths that have no cells yet; return False if the time was over before."""
+def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say) -> Iterator[int]:
+    """Evaluate the lengths that have no cells yet, and yield how many are left: once before the first, and after each."""
     known = {content["length"] for content in read_cells(plan, arm, out)}
     left = [length for length in plan.grid.lengths if length not in known]
     if not left:
-        return True
+        return
+    yield len(left)
     from nsa_bench.needle.evaluate import Evaluation
 
     evaluation = Evaluation(plan, arm.config, run_of(out, arm.stages[-1]))
-    for length in left:
-        if deadline.is_over:
-            say(f"the minutes are over: {arm.name} has {len(left) - left.index(length)} lengths left for the next call")
-            return False
+    for number, length in enumerate(left, 1):
         began = time.monotonic()
         cells = [cell._asdict() for cell in evaluation.cells(length)]
         content = {"length": length, "settings": _settings(plan, length), "seconds": time.monotonic() - began, "cells": cells}
@@ -101,7 +107,7 @@ def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Sa
         with written_whole(path) as aside:
             aside.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
         say(f"{arm.name}: {length} tokens, {_shares(cells)}, {content['seconds']:.1f} s")
-    return True
+        yield len(left) - number
 
 
 def _shares(cells: list[dict[str, Any]]) -> str:

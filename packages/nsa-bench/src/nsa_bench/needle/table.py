@@ -28,7 +28,8 @@ def run_needle(
 ) -> bool:
     """Train and evaluate the unfinished parts of a plan, print the table, write the files; return whether it is finished.
 
-    `arms`: those to train and evaluate; all if none is named. The table and the files have the results of every arm.
+    `arms`: those to train and evaluate; all if none is named. The table and the files have the results of every arm. The JSON and CSV files
+    are written after each stage and each length too, so that an interrupted call leaves what it has.
 
     Raises:
         OptionError: if the plan or options are invalid, before anything is written.
@@ -38,10 +39,15 @@ def run_needle(
     plan, root = load_plan(name, out, overrides)
     chosen = _named(plan, arms)
     output.check_files()
-    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say)
-    results = [arm_result(plan, arm, root) for arm in plan.arms]
+
+    def write() -> list[dict[str, Any]]:
+        results = [arm_result(plan, arm, root) for arm in plan.arms]
+        output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+        return results
+
+    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say, after_each=write)
+    results = write()
     output.show(needle_table(plan, results))
-    output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
     if png_file is not None and any(result["cells"] for result in results):
         draw(plan, results, png_file)
     return is_whole
