@@ -82,7 +82,10 @@ def test_the_toml_of_a_config_reads_as_written_here():
         "gate_temperature = 0.5\n"
         "rope_theta = 10000.0\n"
         'compressed_rope = "block_end"\n'
-        'branches = ["slc", "win"]\n'
+        "branches = [\n"
+        '    "slc",\n'
+        '    "win",\n'
+        "]\n"
         'kv = "shared"\n'
         "qk_norm = true\n"
         "qk_norm_eps = 1e-06\n"

@@ -1,7 +1,6 @@
 """Configurations to and from plain dicts and TOML; an unknown key is refused with a suggestion."""
 
 import difflib
-import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any, get_args
 
 import attrs
 import cattrs
+import tomli_w
 from cattrs.gen import make_dict_unstructure_fn
 
 from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, scaling_fields
@@ -52,7 +52,7 @@ def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
 
 def config_to_toml(config: NSAConfig) -> str:
     """Return `config` as a TOML document."""
-    return toml_document(config_to_dict(config))
+    return tomli_w.dumps(config_to_dict(config))
 
 
 def config_from_toml(text: str) -> NSAConfig:
@@ -155,29 +155,17 @@ def _first_reason(error: BaseException) -> ConfigError:
     return ConfigError(f"the config cannot be read ({type(error).__name__}: {error}); see NSAConfig for its keys and types")
 
 
-def toml_document(tables: Mapping[str, Any], path: str = "") -> str:
-    """Return nested `tables` as a TOML document; `path`: the dotted name of the table that holds them, with a trailing dot."""
-    lines = [f"{_toml_key(key)} = {toml_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            name = f"{path}{_toml_key(key)}"
-            lines += ["", f"[{name}]", toml_document(value, f"{name}.").rstrip("\n")]
-    return "\n".join(lines).strip("\n") + "\n"
-
-
 def toml_value(value: object) -> str:
-    """Return `value` as TOML spells it, on one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
+    """Return `value`, of one line in a TOML document, as TOML spells it; tomli-w spreads a list over lines."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    # JSON leaves DEL unescaped, TOML does not allow that
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        return "{" + ", ".join(_toml_line(key, item) for key, item in value.items()) + "}"
+    return _toml_line("value", value).removeprefix("value = ")
 
 
-def _toml_key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else toml_value(key)
+def _toml_line(key: str, value: object) -> str:
+    """Return `key = value` on one line."""
+    if isinstance(value, list | tuple | Mapping):
+        return tomli_w.dumps({key: 0}).removesuffix("0\n") + toml_value(value)
+    return tomli_w.dumps({key: value}).removesuffix("\n")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +67,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
         for folder in folders
         if folder.recipe.is_file()
         and folder.run.root.exists()
-        and folder.recipe.read_text(encoding="utf-8") != to_toml(folder.trial.config)
+        and tomllib.loads(folder.recipe.read_text(encoding="utf-8")) != tomllib.loads(to_toml(folder.trial.config))
     ]
     if others:
         raise OptionError.of(others)

@@ -118,8 +118,13 @@ def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> l
         after = now[table].get(name)
         before = learned[table].get(name, default[table].get(name))
         if before != after:
-            lines.append(f"those weights learned with {key}={toml_value(before)}, and this run has {toml_value(after)}")
+            lines.append(f"those weights learned with {key}={_shown(before)}, and this run has {_shown(after)}")
     return lines
+
+
+def _shown(value: object) -> str:
+    # TOML has no null
+    return "none" if value is None else toml_value(value)
 
 
 def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:

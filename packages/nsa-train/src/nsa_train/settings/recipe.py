@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECIPE, as_text, read_regular
 from nsa_train.settings.config import RunConfig, keys_like, listed, refusal, structure, unstructure
@@ -151,10 +153,8 @@ def parse_value(text: str) -> Any:
 
 def to_toml(config: RunConfig) -> str:
     """Return `config` as TOML that `load_config` reads back equal."""
-    from nsa_core.serialization import toml_document
-
     # an empty table is the key's default
-    return toml_document({name: {key: value for key, value in table.items() if value != {}} for name, table in unstructure(config).items()})
+    return tomli_w.dumps({name: {key: value for key, value in table.items() if value != {}} for name, table in unstructure(config).items()})
 
 
 def _advised(problems: Sequence[str], tables: Mapping[str, Any], own: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
