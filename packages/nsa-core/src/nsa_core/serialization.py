@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import attrs
 import cattrs
-import tomli_w
 from cattrs.gen import make_dict_unstructure_fn
 
 from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, scaling_fields
@@ -52,6 +51,8 @@ def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
 
 def config_to_toml(config: NSAConfig) -> str:
     """Return `config` as a TOML document."""
+    import tomli_w
+
     return tomli_w.dumps(config_to_dict(config))
 
 
@@ -166,6 +167,8 @@ def toml_value(value: object) -> str:
 
 def _toml_line(key: str, value: object) -> str:
     """Return `key = value` on one line."""
+    import tomli_w
+
     if isinstance(value, list | tuple | Mapping):
         return tomli_w.dumps({key: 0}).removesuffix("0\n") + toml_value(value)
     return tomli_w.dumps({key: value}).removesuffix("\n")
