@@ -21,6 +21,7 @@ from nsa_bench.options import (
     Commit,
     CompareOptions,
     DecodeOptions,
+    LayerOptions,
     PrefillOptions,
     ResultFiles,
     SelectOptions,
@@ -87,6 +88,20 @@ def decode(
     from nsa_bench.decode import run_decode
 
     results = run_decode(options, Output(files, commit))
+    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def layer(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: LayerOptions = LayerOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time a decode step of a whole layer: its projections alone, by CUDA graph, and from Python; a wrong step gets no time."""
+    from nsa_bench.layer import run_layer
+
+    results = run_layer(options, Output(files, commit))
     return BenchError.exit_code if any(one.failure is not None for one in results) else 0
 
 

@@ -85,6 +85,22 @@ class DecodeOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
+class LayerOptions:
+    """The options of `layer`; None if one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 64k, on cpu 256 by default.")] = None
+    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 2 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L"
+    hidden: Annotated[int, Parameter(help="The layer's hidden size.")] = 4096
+    kv: Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")] = "separate"
+    compressor: Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")] = "mlp"
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
 class PrefillOptions:
     """The options of `prefill`; None if one was not given."""
 

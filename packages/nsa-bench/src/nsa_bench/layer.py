@@ -1,0 +1,282 @@
+"""`nsa-bench layer`: time a decode step of a whole layer, with its projections, RoPE, gates and output.
+
+The layer itself fills a static cache with random rows. Its steps are timed in four ways: the linear maps alone, the step in one CUDA graph, the
+step as the layer's ordinary call (a cache on a GPU captures its steps), and the same call with captures off. The weights of a layer fill the
+L2 of a GPU between two steps, so nothing else is written there. A step with wrong reads, or one by graph that is not the eager one, gets no time.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any, Literal
+
+import attrs
+import torch
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.errors import OptionError
+from nsa_bench.measurement import common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.options import LayerOptions
+from nsa_bench.reporting import number
+from nsa_bench.results import Output
+from nsa_bench.routes import RouteRecorder
+from nsa_core.blocks import predicted_reads
+from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.kv_cache import NSACache
+from nsa_core.module import NativeSparseAttention
+from nsa_core.testing.tolerances import allowed_error, max_error
+
+GPU_CONTEXT, CPU_CONTEXT = "64k", "256"
+GPU_BATCH, CPU_BATCH = "1,16", "2"
+CHECKED_STEPS = 4
+"""Steps that are compared: a cache runs the first one eagerly, captures the second, and replays it from then on."""
+WARM_UPS = 10
+LOOPS = 3
+GPU_STEPS, CPU_STEPS = 40, 3
+"""Steps of a loop. A time is the median of LOOPS loops, each divided by its steps."""
+FILL_TOKENS = 65536
+"""Tokens of all sequences together that the layer reads at a time when it fills the cache."""
+WAYS = ("projections", "graph", "captured", "eager")
+"""What is timed: the linear maps of a step alone, by CUDA graph; the step in one CUDA graph, with the cache's second streams; the layer's ordinary
+call with a cache that captures its steps; and that call with captures off."""
+
+
+@frozen(kw_only=True)
+class LayerCase:
+    """A layer, and steps of one token of `batch` sequences that hold about `context` tokens."""
+
+    shape: HeadShape
+    hidden_size: int
+    context: int
+    batch: int
+    geometry: BlockGeometry
+    dtype: torch.dtype
+    kv: Literal["separate", "shared"]
+    compressor: Literal["mlp", "conv", "mean"]
+    count_reads: bool
+
+    def config(self) -> NSAConfig:
+        """Return the layer's configuration.
+
+        Raises:
+            ConfigError: if the sizes do not fit one another.
+        """
+        shape = self.shape
+        return NSAConfig(
+            hidden_size=self.hidden_size, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
+            head_dim_v=shape.head_dim_v, geometry=self.geometry, compressor=self.compressor, kv=self.kv,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        counted = ", reads counted" if self.count_reads else ""
+        return f"{self.shape}, hidden {self.hidden_size}, {self.context} tokens, batch {self.batch}{counted}"
+
+
+@frozen(kw_only=True)
+class LayerResult:
+    """The figures of one case, or why it has none. Times are in ms a step; those by graph exist on a GPU alone."""
+
+    case: LayerCase
+    failure: str | None = None
+    routes: str = ""
+    times: dict[str, float] = attrs.field(factory=dict)
+    """Way -> time, of WAYS. Without a GPU nothing is captured, and the projections run from Python."""
+    error: float | None = None
+    """Largest difference of a captured step from the eager one."""
+    reads_actual: int | None = None
+    reads_expected: int | None = None
+    cache_bytes: int | None = None
+    weight_bytes: int | None = None
+    """Bytes of the weights of the linear maps."""
+
+
+def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
+    """Return the cases that `options` describe.
+
+    Raises:
+        OptionError: if options are invalid.
+    """
+    device = find_device(options.device)
+    is_gpu = device.type == "cuda"
+    contexts = parse_lengths(given(options.context, GPU_CONTEXT if is_gpu else CPU_CONTEXT), "--context")
+    batches = parse_lengths(given(options.batch, GPU_BATCH if is_gpu else CPU_BATCH), "--batch")
+    if min(contexts) <= (most := steps_of_a_cache(device)):
+        raise OptionError(f"--context={min(contexts)} leaves no room (a measurement takes {most} steps); use {2 * most} or more")
+    cases = tuple(
+        LayerCase(
+            shape=shape, hidden_size=options.hidden, context=context, batch=batch, geometry=parse_geometry(options.geometry),
+            dtype=dtype_of(options.dtype, device.type), kv=options.kv, compressor=options.compressor, count_reads=count_reads,
+        )
+        for shape, context, batch, count_reads in product(parse_shapes(options.shapes), contexts, batches, (False, True))
+    )  # fmt: skip
+    for case in cases:
+        case.config()
+    return cases
+
+
+def steps_of_a_cache(device: torch.device) -> int:
+    """Return the most steps that a measurement runs on one cache."""
+    by_call = WARM_UPS + LOOPS * _steps(device)
+    # a step before the capture, and the replays
+    return CHECKED_STEPS + by_call + (1 + by_call if device.type == "cuda" else 0)
+
+
+def _steps(device: torch.device) -> int:
+    return GPU_STEPS if device.type == "cuda" else CPU_STEPS
+
+
+def run_layer(options: LayerOptions, output: Output) -> list[LayerResult]:
+    """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
+    cases, device = make_layer_cases(options), find_device(options.device)
+    output.check_files()
+    results: list[LayerResult] = []
+    common = common_columns(output.environment)
+    for result in _measured(cases, device):
+        results.append(result)
+        best = result.times.get("captured", result.times.get("eager"))
+        output.say(f"{result.case}: {result.failure or f'{number(best)} ms a step'}")
+        rows = [to_row(one, common) for one in results]
+        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+    output.show(layer_table(results))
+    return results
+
+
+def _measured(cases: tuple[LayerCase, ...], device: torch.device) -> Iterator[LayerResult]:
+    for case in cases:
+        free_cached_memory(device)
+        try:
+            yield measure_layer(case, device)
+        except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
+            yield LayerResult(case=case, failure=describe_failure(error))
+
+
+@torch.no_grad()
+def measure_layer(case: LayerCase, device: torch.device) -> LayerResult:
+    """Return the figures of a layer's step; a wrong step has no times."""
+    is_gpu = device.type == "cuda"
+    registry = RouteRecorder.of_installed()
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(case.config(), registry=registry).to(device, case.dtype).eval()
+    rows = torch.randn(CHECKED_STEPS, case.batch, 1, case.hidden_size, device=device, dtype=case.dtype)
+    maps = linear_maps(layer)
+    attended = torch.randn(case.batch, 1, layer.o_proj.in_features, device=device, dtype=case.dtype)
+    inputs = [attended if map_ is layer.o_proj else rows[0] for map_ in maps]
+
+    def projections() -> list[Tensor]:
+        return [map_(x) for map_, x in zip(maps, inputs, strict=True)]
+
+    times = {"projections": step_ms(replay_of(projections, device) if is_gpu else projections, device)}
+    weight_bytes = sum(weight.nbytes for map_ in maps for weight in map_.parameters())
+    result = LayerResult(case=case, weight_bytes=weight_bytes)
+    outs: dict[str, Tensor] = {}
+    for way in ("eager", "captured") if is_gpu else ("eager",):
+        free_cached_memory(device)
+        steps = LayerSteps(layer, case, device, step_graphs=way == "captured")
+        outs[way] = torch.stack([steps.step(x) for x in rows])
+        result = attrs.evolve(result, **steps.figures(), routes=registry.served)
+        if failures := [*steps.wrong_reads(), *_differences(outs)]:
+            return attrs.evolve(result, failure="; ".join(failures))
+        again = partial(steps.step, rows[0])
+        times[way] = step_ms(again, device)
+        if way == "captured":
+            times["graph"] = step_ms(replay_of(again, device), device)
+            result = attrs.evolve(result, error=max_error(outs["captured"], outs["eager"]))
+        steps.cache.check()
+    return attrs.evolve(result, times=times)
+
+
+def _differences(outs: dict[str, Tensor]) -> list[str]:
+    """Return whether captured steps are not the eager ones, up to rounding."""
+    if len(outs) < 2:
+        return []
+    error, limit = max_error(outs["captured"], outs["eager"]), allowed_error(outs["eager"], outs["eager"].dtype)
+    return [] if error <= limit else [f"a captured step is off by {error:.1e} of the eager one (allowed: {limit:.1e})"]
+
+
+def linear_maps(layer: NativeSparseAttention) -> list[nn.Module]:
+    """Return the linear maps of a step: the projections of q, k and v, the gates, the output."""
+    projections = [module for part in (layer.q_proj, layer.k_proj, layer.v_proj) for module in part.modules()]
+    return [*(module for module in projections if isinstance(module, nn.Linear)), layer.gate, layer.o_proj]
+
+
+class LayerSteps:
+    """A static cache that the layer has filled with random rows, and its steps of one token of each sequence."""
+
+    def __init__(self, layer: NativeSparseAttention, case: LayerCase, device: torch.device, *, step_graphs: bool) -> None:
+        """Fill the cache, and leave room for `steps_of_a_cache`."""
+        self.layer, self.case = layer, case
+        self.cache: NSACache = layer.new_cache(
+            case.batch, case.context, static=True, count_reads=case.count_reads, step_graphs=step_graphs, dtype=case.dtype, device=device
+        )
+        generator, held = torch.Generator(device).manual_seed(1), case.context - steps_of_a_cache(device)
+        tile = max(1, FILL_TOKENS // case.batch)
+        for start in range(0, held, tile):
+            shape = (case.batch, min(tile, held - start), case.hidden_size)
+            self.step(torch.randn(shape, device=device, dtype=case.dtype, generator=generator))
+        self.held = held
+
+    def step(self, x: Tensor) -> Tensor:
+        """Return the layer's output `(B, S, hidden_size)` for x of the same shape, which the cache takes."""
+        out: Tensor = self.layer(x, cache=self.cache)
+        return out
+
+    def figures(self) -> dict[str, Any]:
+        """Return the columns of the cache and of the reads of the last of CHECKED_STEPS steps."""
+        reads = self.cache.last_reads
+        actual = None if reads is None else int(reads.actual.max())
+        expected = predicted_reads(self.held + CHECKED_STEPS, self.case.geometry) if self.case.count_reads else None
+        return {"cache_bytes": self.cache.nbytes, "reads_actual": actual, "reads_expected": expected}
+
+    def wrong_reads(self) -> list[str]:
+        """Return a fault of the counted reads of the last step, if there is one."""
+        found = self.figures()
+        actual, expected = found["reads_actual"], found["reads_expected"]
+        return [f"{actual} tokens were read (Table 4: {expected})"] if actual != expected else []
+
+
+def step_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call in ms: the median of LOOPS loops without a wait between their calls."""
+    is_gpu, count = device.type == "cuda", _steps(device)
+    for _ in range(WARM_UPS):
+        call()
+    times = []
+    for _ in range(LOOPS):
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began) / count)
+    return median(times)
+
+
+def to_row(one: LayerResult, common: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the files; None is a value that was not measured."""
+    case, shape = one.case, one.case.shape
+    return {
+        "S": case.context, "batch": case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
+        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "hidden_size": case.hidden_size, "kv": case.kv,
+        "compressor": case.compressor, "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "count_reads": case.count_reads, **{f"ms_{way}": one.times.get(way) for way in WAYS}, "error": one.error,
+        "reads_actual": one.reads_actual, "reads_expected": one.reads_expected, "cache_bytes": one.cache_bytes,
+        "weight_bytes": one.weight_bytes, "routes": one.routes, "reason": one.failure or "", **common,
+    }  # fmt: skip
+
+
+def layer_table(results: list[LayerResult]) -> Table:
+    """Return a line per case, in microseconds."""
+    table = Table("case", *WAYS, title="a layer's step, us")
+    for one in results:
+        if one.failure is not None:
+            table.add_row(Text(str(one.case)), Text(one.failure, style="red"))
+            continue
+        table.add_row(Text(str(one.case)), *(number(1e3 * one.times[way]) if way in one.times else "-" for way in WAYS))
+    return table
