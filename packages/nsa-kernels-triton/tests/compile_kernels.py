@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_heads": 32,
         "num_kv_heads": 2,
         "length": 9000,
-        "forms": {"launch.MOST_EARLY_PAIRS": 32, "decode.op.LEAST_CHOOSER_BLOCKS": 32},
+        "forms": {"launch.MOST_EARLY_PAIRS": 0, "decode.op.LEAST_CHOOSER_BLOCKS": 32},
     },
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
@@ -136,7 +136,7 @@ def run_case(
         return Keys(normal(1, rows, num_kv_heads, head_dim_qk), normal(1, rows, num_kv_heads, head_dim_v), rows, bounds)
 
     q = normal(1, num_rows, num_heads, head_dim_qk)
-    queries = Queries(q, num_rows, bounds, start, count)
+    queries = Queries(q, num_rows, bounds, start, count, follows_append=start is not None)
     cmp, slc, win = pair(num_blocks, block_bounds), pair(length, bounds), pair(length, bounds)._replace(ring=sizes.get("ring", False))
     indices = torch.zeros(1, num_rows, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
     others: dict[Operation, tuple[Any, ...]] = {

@@ -192,6 +192,10 @@ def before_append(step: Step, case: Case) -> Step:
     return step._replace(cmp=old(step.cmp, lambda tokens: num_compressed_blocks(tokens, case.geometry)), win=old(step.win, int))
 
 
+def after_append(step: Step) -> Step:
+    return step._replace(queries=step.queries._replace(follows_append=True))
+
+
 def with_dependent_launch(monkeypatch: pytest.MonkeyPatch, most_early_pairs: int) -> None:
     for module in (op, launch):
         monkeypatch.setattr(module, "has_pdl", lambda x: True)
@@ -209,7 +213,7 @@ def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
     put = PLACES.get(place, lambda step, case: step)
     whole = make_step(case)
     after, before = put(whole, case), put(before_append(whole, case), case)
-    step = after._replace(
+    step = after_append(after)._replace(
         **{name: keys._replace(k=keys.k.clone(), v=keys.v.clone()) for name, keys in zip(("cmp", "win"), before[1:4:2], strict=True)}
     )
 
@@ -230,7 +234,7 @@ def test_a_step_over_copies_does_not_start_early(monkeypatch: pytest.MonkeyPatch
     """They are written behind `append`."""
     with_dependent_launch(monkeypatch, most_early_pairs=1000)
     case = Case()
-    step = make_step(case)
+    step = after_append(make_step(case))
     tail = as_a_tail(step, case)
     strided = step._replace(cmp=step.cmp._replace(k=step.cmp.k.repeat(1, 1, 1, 2)[..., ::2]))
     turned = step._replace(queries=step.queries._replace(q=step.queries.q.mT.contiguous().mT))
@@ -241,7 +245,15 @@ def test_a_step_over_copies_does_not_start_early(monkeypatch: pytest.MonkeyPatch
 def test_a_step_of_many_rows_does_not_start_early(most: int, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with_dependent_launch(monkeypatch, most_early_pairs=most)
     # 3 sequences of 2 rows, 2 KV heads
-    assert op.StepSizes.of(*make_step(Case(starts=(9, 9, 9), counts=(2, 2, 2)))[:4], SMALL).starts_early == is_early
+    step = after_append(make_step(Case(starts=(9, 9, 9), counts=(2, 2, 2))))
+    assert op.StepSizes.of(*step[:4], SMALL).starts_early == is_early
+
+
+def test_only_a_step_behind_append_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch right before another one may write its q."""
+    with_dependent_launch(monkeypatch, most_early_pairs=1000)
+    step = make_step(Case())
+    assert [op.StepSizes.of(*each[:4], SMALL).starts_early for each in (step, after_append(step))] == [False, True]
 
 
 def in_a_ring(step: Step, case: Case) -> Step:

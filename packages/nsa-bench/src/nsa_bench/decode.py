@@ -269,7 +269,8 @@ class DecodeStep:
 
         self.start = torch.full((case.batch,), case.context - 1, dtype=torch.int32, device=device)
         self.count = torch.ones_like(self.start)
-        self.queries = Queries(normal(shape.num_heads, shape.head_dim_qk), 1, None, self.start, self.count)
+        # `append` runs before it, or other operations that do not write it
+        self.queries = Queries(normal(shape.num_heads, shape.head_dim_qk), 1, None, self.start, self.count, follows_append=True)
         self.gates = torch.rand(case.batch, 1, shape.num_heads, 3, device=device, generator=generator)
         self.rows = {
             name: self.cache.new_rows(name, normal(shape.num_kv_heads, shape.head_dim_qk), normal(shape.num_kv_heads, shape.head_dim_v))

@@ -382,7 +382,8 @@ class NativeSparseAttention(nn.Module):
         }
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
-        out = self._attend(unturned._replace(q=queries), keys, gates, (self.telemetry, cache.read_counter), is_known=is_known)
+        rotated = unturned._replace(q=queries, follows_append="slc" in rows)
+        out = self._attend(rotated, keys, gates, (self.telemetry, cache.read_counter), is_known=is_known)
         if not (is_known or is_traced):
             cache.note_form(form)
         projected: Tensor = streams.fork(device, 0, lambda: self.o_proj(out.flatten(-2)))

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_core import BlockGeometry, CacheOverflowError, InputError, NSACache, NSAConfig, NSAError, RopeScaling, blocks
+from nsa_core import (
+    BlockGeometry,
+    CacheOverflowError,
+    InputError,
+    NativeSparseAttention,
+    NSACache,
+    NSAConfig,
+    NSAError,
+    RopeScaling,
+    blocks,
+    module,
+)
 from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES
 from nsa_core.reference.append import join_rows, write_rows
@@ -882,3 +893,27 @@ def test_a_step_that_fails_longer_than_its_second_try_costs_what_the_rings_forgo
         cache.crop(4)
     cache.crop(3)
     assert_close(layer(x[:, 18:], cache=cache), whole[:, 18:])
+
+
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_a_step_says_that_append_ran_right_before_it(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv))
+    append, attend = module.append_rows, layer._attend
+    calls: list[object] = []
+
+    def noted_append(*arguments):
+        calls.append("append")
+        append(*arguments)
+
+    def noted_attend(queries, *arguments, **options):
+        calls.append(queries.follows_append)
+        return attend(queries, *arguments, **options)
+
+    monkeypatch.setattr(module, "append_rows", noted_append)
+    monkeypatch.setattr(layer, "_attend", noted_attend)
+    layer(torch.randn(2, 3, 8), cache=layer.new_cache(2, 20))
+    assert calls[:2] == ["append", True]
+    # without a cache nothing is written
+    calls.clear()
+    layer(torch.randn(2, 3, 8))
+    assert calls == [False]

@@ -10,10 +10,9 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
-MOST_EARLY_PAIRS = 0
-"""Maximum rows times KV heads of a step whose first launch starts while `append` runs, and reads q, the lengths, page tables, and the keys of
-earlier steps before `append` ends. All of these must have been written before `append` was launched. A layer does so, but `nsa_attention` may be
-called with a q that the launch right before writes, and the kernels cannot tell: hence 0."""
+MOST_EARLY_PAIRS = 32
+"""Maximum rows times KV heads of a step whose first launch starts while `append` runs (`Queries.follows_append`), and reads q, the lengths, page
+tables, and the keys of earlier steps before `append` ends."""
 
 
 def has_pdl(x: Tensor) -> bool:

@@ -65,6 +65,9 @@ class Queries(NamedTuple):
     """int32 (N,), position of each sequence's first row; None: position 0."""
     count: Tensor | None = None  # type: ignore[assignment]
     """int32 (N,), valid rows of each sequence; the others give out 0, lse -inf. None: all."""
+    follows_append: bool = False
+    """True: the last operation on the stream is APPEND of these rows, and q, start, count and page tables were written before it. So a kernel may
+    read them, and keys of earlier steps, while APPEND runs."""
 
 
 class Keys(NamedTuple):

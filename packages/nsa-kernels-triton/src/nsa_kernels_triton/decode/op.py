@@ -116,8 +116,9 @@ class StepSizes(NamedTuple):
         assert queries.start is not None
         # a copy of q, of keys or of a window's tail is written behind `append`
         has_copies = win.first is not None or not (q.is_contiguous() and _is_contiguous(cmp) and _is_contiguous(win))
+        is_early = queries.follows_append and not has_copies and starts_early(q, q.shape[0] * q.shape[1], num_groups)
         return cls(
-            capability_of(q), num_multiprocessors(q), has_pdl(q), starts_early(q, q.shape[0] * q.shape[1], num_groups) and not has_copies, SLICES,
+            capability_of(q), num_multiprocessors(q), has_pdl(q), is_early, SLICES,
             q.dtype, q.shape, num_groups, head_dim_v,
             queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count, Extent.of(slc).end,
             (cmp.k.dtype, cmp.page_table is not None), (slc.k.dtype, slc.page_table is not None),
