@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
+from nsa_bench.errors import BenchError, OptionError, require_transformers, shipped_recipes, trainer_for
 from nsa_bench.needle import shipped_plans as needle_plans
 from nsa_bench.options import (
     AttentionOptions,
@@ -21,6 +21,7 @@ from nsa_bench.options import (
     Commit,
     CompareOptions,
     DecodeOptions,
+    GenerateOptions,
     LayerOptions,
     PrefillOptions,
     ResultFiles,
@@ -103,6 +104,21 @@ def layer(
 
     results = run_layer(options, Output(files, commit))
     return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def generate(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: GenerateOptions = GenerateOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time text generation with NSA, and with dense models of the same sizes; needs nsa-transformers."""
+    require_transformers("generate")
+    from nsa_bench.generate import run_generate
+
+    results = run_generate(options, Output(files, commit))
+    return BenchError.exit_code if any("nsa" in one.reasons for one in results) else 0
 
 
 @app.command

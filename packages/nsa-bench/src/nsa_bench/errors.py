@@ -53,6 +53,16 @@ def trainer_for(verb: str) -> Iterator[None]:
         raise TrainerError(str(error), error.exit_code) from error
 
 
+def require_transformers(verb: str) -> None:
+    """Check that the command `verb` can use nsa-transformers.
+
+    Raises:
+        OptionError: if it is not installed.
+    """
+    if find_spec("nsa_transformers") is None:
+        raise OptionError(f"{verb} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
+
+
 def shipped_recipes() -> Iterable[str]:
     """Return the names of nsa-train's recipes; no names if it is not installed."""
     if not has_trainer():

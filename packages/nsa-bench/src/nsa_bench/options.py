@@ -101,6 +101,23 @@ class LayerOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
+class GenerateOptions:
+    """The options of `generate`; None if one was not given. The sizes are those of the recipe `125m`."""
+
+    device: Device = None
+    dtype: DType = None
+    prompt: Annotated[str | None, Parameter(help="Tokens of a prompt, k for 1024. On cuda 8k,16k,64k, on cpu 128 by default.")] = None
+    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 1 by default.")] = None
+    new: Annotated[int, Parameter(help="New tokens that are timed, after the first one.")] = 64
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "12/2/64/64"
+    hidden: Annotated[int, Parameter(help="The model's hidden size.")] = 768
+    layers: Annotated[int, Parameter(help="The model's layers.")] = 12
+    vocab: Annotated[int, Parameter(help="The model's vocabulary.")] = 50304
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
 class PrefillOptions:
     """The options of `prefill`; None if one was not given."""
 
