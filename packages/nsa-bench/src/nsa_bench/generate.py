@@ -171,16 +171,12 @@ def _nsa(case: GenerateCase, device: torch.device) -> dict[str, Any]:
 
 
 def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]:
-    import transformers
-
     from nsa_transformers import NSAForCausalLM
     from nsa_transformers.conversion import dense_form
 
     torch.manual_seed(0)
     twin = NSAForCausalLM(case.model_config("dense"))
-    form = dense_form(twin.config, twin.state_dict())
-    form.config._attn_implementation = "sdpa"
-    model = getattr(transformers, form.config.architectures[0])(form.config).to(device, case.dtype).eval()
+    model = dense_form(twin.config, twin.state_dict()).new_model("sdpa").to(device, case.dtype).eval()
     return times_of_generate(model, case, device)
 
 

@@ -16,7 +16,7 @@ position is.
 With PDL (programmatic dependent launch), programs of a launch start when the last programs of the launch before end, and those of
 `attend_kernel` while `choose_kernel` runs. They read the results of that launch only after `gdc_wait`, and every program calls it, so that a launch
 ends after the one before. `split_kernel` does not let the next launch start earlier: programs that wait would occupy slots of those that read.
-With STARTS_EARLY it starts itself while `append` runs, and reads keys of earlier steps: see `launch.STARTS_EARLY`.
+With STARTS_EARLY it starts itself while `append` runs, and reads keys of earlier steps: see `launch.MOST_EARLY_PAIRS`.
 """
 
 import triton

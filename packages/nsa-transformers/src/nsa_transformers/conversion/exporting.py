@@ -27,6 +27,11 @@ class DenseForm(NamedTuple):
     tensors: dict[str, Tensor]
     """Its weights, by that class's names."""
 
+    def new_model(self, attention: str) -> Any:
+        """Return a model of that class with new random weights and `attention` as its implementation, such as "sdpa"."""
+        model_class = getattr(transformers, self.config.architectures[0])
+        return model_class._from_config(self.config, attn_implementation=attention)
+
 
 def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseForm:
     """Return the model of `config` with the weights `tensors` as Llama, as Qwen2 with `qkv_bias`, or as Qwen3 with `qk_norm`.
