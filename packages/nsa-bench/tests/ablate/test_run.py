@@ -155,7 +155,8 @@ def test_a_directory_of_another_plan_is_refused_before_anything_is_written(plan_
 def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialFolder]) -> None:
     folders[0].run.root.mkdir()
     folders[0].recipe.write_text("# of an earlier version\n" + folders[0].recipe.read_text().replace(" = ", "="))
-    prepare(load_plan(str(plan_file)).trials, plan_file.parent / "out")
+    again = prepare(load_plan(str(plan_file)).trials, plan_file.parent / "out")
+    assert [folder.trial.name for folder in again] == [folder.trial.name for folder in folders]
 
 
 @pytest.mark.parametrize(
