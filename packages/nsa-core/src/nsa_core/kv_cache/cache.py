@@ -85,12 +85,7 @@ class NSACache:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
                 a page that does not hold whole selection blocks, an unknown kv_dtype, or step_graphs of a cache that is not static or not on a GPU.
         """
-        if not (
-            checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(max_rollback, 0)
-        ):
-            raise InputError(
-                f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
-            )
+        _check_sizes(batch_size, max_seqlen, max_rollback, static=static, page_size=page_size)
         may_capture = static and torch.device(device).type == "cuda"
         if step_graphs and not may_capture:
             raise InputError(
@@ -98,9 +93,6 @@ class NSACache:
                 "use static=True and a GPU, or leave it out"
             )
         is_fixed = static or page_size is not None
-        if is_fixed and max_seqlen is None:
-            kind = "static=True (a static cache" if static else f"page_size={page_size} (a table of pages"
-            raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
         self.config = config
         self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
         self.max_rollback = UNLIMITED if keep_raw else max_rollback
@@ -405,6 +397,16 @@ class NSACache:
                     f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
                 )
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
+
+
+def _check_sizes(batch_size: int, max_seqlen: int | None, max_rollback: int, *, static: bool, page_size: int | None) -> None:
+    if not (checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(max_rollback, 0)):
+        raise InputError(
+            f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
+        )
+    if max_seqlen is None and (static or page_size is not None):
+        kind = "static=True (a static cache" if static else f"page_size={page_size} (a table of pages"
+        raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
 
 
 def _reads_of(counts: Tensor) -> Reads:
