@@ -84,6 +84,18 @@ def test_wrong_reads_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens were read (Table 4:" in counted.failure
 
 
+@torch.no_grad()
+def test_one_wrong_count_of_a_sequence_is_found() -> None:
+    case = cases_of()[1]
+    steps = LayerSteps(NativeSparseAttention(case.config()).eval(), case, torch.device("cpu"), step_graphs=False)
+    for _ in range(layer.CHECKED_STEPS):
+        steps.step(torch.zeros(2, 1, 32))
+    assert steps.wrong_reads() == []
+    steps.cache._last_reads[1, 1] -= 1
+    [problem] = steps.wrong_reads()
+    assert problem == f"{steps.expected_reads() - 1} tokens were read (Table 4: {steps.expected_reads()})"
+
+
 def test_captured_steps_that_differ_get_no_time() -> None:
     outs = {"eager": torch.ones(4, 1, 1, 8)}
     assert layer._differences(outs) == []

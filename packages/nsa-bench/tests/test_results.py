@@ -1,11 +1,15 @@
 """Result files."""
 
 import csv
+import io
 import json
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from nsa_bench.results import write_csv, write_json
+from nsa_bench.options import ResultFiles
+from nsa_bench.results import Output, write_csv, write_json
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path):
@@ -24,3 +28,34 @@ def test_csv_has_a_header_and_quotes_what_needs_it(tmp_path):
     write_csv(tmp_path / "a.csv", [{"name": "a,b", "value": None}, {"name": 'say "x"', "value": 2}])
     with (tmp_path / "a.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{"name": "a,b", "value": ""}, {"name": 'say "x"', "value": "2"}]
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    write_json(file, {"rows": [1]})
+    write = Path.write_text
+
+    def on_a_full_disk(path, text, **options):
+        write(path, text[:3], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", on_a_full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(file, {"rows": [1, 2]})
+    assert json.loads(file.read_text()) == {"rows": [1]}
+    assert list(tmp_path.iterdir()) == [file]
+    # what a long command has so far may fail to be written, and it goes on
+    said = io.StringIO()
+    output = Output(ResultFiles(json_file=file), progress=Console(file=said, width=200))
+    output.keep(lambda: output.write({"rows": [1, 2]}, []))
+    assert "what there is so far was not written (OSError: [Errno 28] No space left on device)" in said.getvalue()
+
+
+def test_the_target_of_a_link_is_replaced_and_a_pipe_is_written_to(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "a.json")
+    write_json(link, {"rows": [1]})
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "a.json").read_text()) == {"rows": [1]}
+    write_json(Path("/dev/null"), {"rows": [1]})
+    assert Path("/dev/null").is_char_device()

@@ -250,7 +250,7 @@ def test_a_step_of_many_rows_does_not_start_early(most: int, is_early: bool, mon
 
 
 def test_only_a_step_behind_append_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch right before another one may write its q."""
+    """Without `append`, the launch right before may write q."""
     with_dependent_launch(monkeypatch, most_early_pairs=1000)
     step = make_step(Case())
     assert [op.StepSizes.of(*each[:4], SMALL).starts_early for each in (step, after_append(step))] == [False, True]

@@ -269,7 +269,7 @@ class DecodeStep:
 
         self.start = torch.full((case.batch,), case.context - 1, dtype=torch.int32, device=device)
         self.count = torch.ones_like(self.start)
-        # `append` runs before it, or other operations that do not write it
+        # `append`, or an operation that does not write q, runs right before
         self.queries = Queries(normal(shape.num_heads, shape.head_dim_qk), 1, None, self.start, self.count, follows_append=True)
         self.gates = torch.rand(case.batch, 1, shape.num_heads, 3, device=device, generator=generator)
         self.rows = {

@@ -1,14 +1,16 @@
-"""`nsa-bench generate`: tokens per second of text generation with NSA, and with two dense models of the same sizes.
+"""`nsa-bench generate`: tokens per second of text generation with NSA, and with dense models of the same sizes.
 
-`nsa` is `generate` of nsa-transformers with a static cache. `transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache,
-which it compiles on a GPU. `graph` is a step of the dense twin over a full cache of fixed length, by the fastest dense kernel there is: on a GPU
-a CUDA graph of all layers, without a sampling loop. Weights are random, and tokens are the likeliest ones.
+`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the layers' own CUDA graphs and as Transformers compiles it on a
+GPU. `transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache, which it compiles too. `graph` is a step of the dense
+twin over full caches of fixed length, by the fastest dense kernel; on a GPU it is one CUDA graph of all layers, without a sampling loop.
+Weights are random, and tokens are the likeliest ones.
 """
 
+import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -22,19 +24,22 @@ from torch import Tensor, nn
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import common_columns, describe_failure, free_cached_memory, replay_of, time_call
+from nsa_bench.measurement import common_columns, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import GenerateOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
 from nsa_core.dense_attention import DenseAttention
+from nsa_core.testing.tolerances import largest, max_error
 
 GPU_PROMPT, CPU_PROMPT = "8k,16k,64k", "128"
 GPU_BATCH, CPU_BATCH = "1,16", "1"
-WAYS = ("nsa", "graph", "transformers")
-RUNS = 3
-"""Generations of each length whose median time counts."""
+WAYS = ("nsa", "nsa compiled", "graph", "transformers")
+SETTLING = 4
+"""Tokens of a generation, after the first, that are not timed: steps are captured then."""
+LOOPS, LOOP_STEPS = 3, 20
+"""A step of `graph` takes the median of so many loops, each divided by its steps."""
 
 
 @frozen(kw_only=True)
@@ -54,7 +59,12 @@ class GenerateCase:
     @property
     def context(self) -> int:
         """Return the tokens of a sequence when it ends."""
-        return self.prompt + self.new_tokens + 1
+        return self.prompt + self.num_generated
+
+    @property
+    def num_generated(self) -> int:
+        """Return the new tokens of a sequence: the first one, those that settle, and those that are timed."""
+        return 1 + SETTLING + self.new_tokens
 
     def model_config(self, attention: str) -> Any:
         """Return the `NSAModelConfig` of the model with `attention`, "nsa" or "dense".
@@ -133,6 +143,8 @@ def run_generate(options: GenerateOptions, output: Output) -> list[GenerateResul
     for case in cases:
         results.append(measure_generate(case, device))
         output.say(f"{case}: " + ", ".join(f"{way} {number(results[-1].tokens_per_second(way))}" for way in WAYS) + " tokens/s")
+        for way, reason in results[-1].reasons.items():
+            output.say(f"{way}: {reason}")
         rows = [row for one in results for row in to_rows(one, common)]
         output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
     output.show(generate_table(results))
@@ -144,9 +156,13 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     """Return the figures of all ways, one after another."""
     result = GenerateResult(case=case)
     ways: dict[str, Callable[[GenerateCase, torch.device], dict[str, Any]]] = {
-        "nsa": _nsa, "graph": _dense_by_graph, "transformers": _by_transformers
+        "nsa": partial(_nsa, is_compiled=False), "nsa compiled": partial(_nsa, is_compiled=True), "graph": _dense_by_graph,
+        "transformers": _by_transformers,
     }  # fmt: skip
     for way in WAYS:
+        # sizes of earlier cases would be compiled as symbols, and a compiled model is a cycle of references
+        torch.compiler.reset()
+        gc.collect()
         free_cached_memory(device)
         try:
             found = ways[way](case, device)
@@ -162,12 +178,12 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     return result
 
 
-def _nsa(case: GenerateCase, device: torch.device) -> dict[str, Any]:
+def _nsa(case: GenerateCase, device: torch.device, *, is_compiled: bool) -> dict[str, Any]:
     from nsa_transformers import NSAForCausalLM
 
     torch.manual_seed(0)
     model = NSAForCausalLM(case.model_config("nsa")).to(device, case.dtype).eval()
-    return times_of_generate(model, case, device)
+    return times_of_generate(model, case, device, disable_compile=not is_compiled)
 
 
 def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -177,92 +193,150 @@ def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]
     torch.manual_seed(0)
     twin = NSAForCausalLM(case.model_config("dense"))
     model = dense_form(twin.config, twin.state_dict()).new_model("sdpa").to(device, case.dtype).eval()
-    return times_of_generate(model, case, device)
+    return times_of_generate(model, case, device, disable_compile=False)
 
 
-def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> dict[str, float]:
-    """Return the time in ms of a prompt with its first new token, and of each further token, by `model.generate` with a static cache."""
+class Stamps:
+    """A processor of logits that changes nothing and notes when each token's logits are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: list[float] = []
+        """Seconds."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Note the time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def times_of_generate(model: Any, case: GenerateCase, device: torch.device, *, disable_compile: bool) -> dict[str, float]:
+    """Return the time in ms until a prompt's first token, and the median of those of the tokens after SETTLING more.
+
+    The loop of `generate` reads each token on the host, so a wait for the GPU at each token adds little.
+    """
     prompt = torch.randint(0, case.vocab_size, (case.batch, case.prompt), device=device)
 
-    def generated(new_tokens: int) -> float:
-        began = time.perf_counter()
+    def generated() -> tuple[float, list[float]]:
+        stamps, began = Stamps(device), time.perf_counter()
         ids = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=new_tokens, max_new_tokens=new_tokens, do_sample=False,
-            cache_implementation="static",
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=case.num_generated, do_sample=False,
+            cache_implementation="static", disable_compile=disable_compile, logits_processor=[stamps],
         )  # fmt: skip
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        assert ids.shape == (case.batch, case.prompt + new_tokens), "min_new_tokens forbids an earlier end"
-        return 1e3 * (time.perf_counter() - began)
+        assert ids.shape == (case.batch, case.context), "the models have no id that ends a text"
+        return began, stamps.times
 
-    most = case.new_tokens + 1
-    # kernels are compiled and steps captured
-    generated(most)
-    short, long = (median(generated(new_tokens) for _ in range(RUNS)) for new_tokens in (1, most))
-    return {"prompt_ms": short, "step_ms": (long - short) / case.new_tokens}
+    # kernels are compiled
+    generated()
+    began, times = generated()
+    steps = [later - earlier for earlier, later in pairwise(times[SETTLING:])]
+    return {"prompt_ms": 1e3 * (times[0] - began), "step_ms": 1e3 * median(steps)}
 
 
 def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
-    config = case.model_config("dense")
+    torch.manual_seed(0)
+    with device:
+        step = DenseStep(case.model_config("dense"), case).to(device, case.dtype).eval()
     times: dict[str, float] = {}
-    for kernel in kernels_of(case, device):
-        torch.manual_seed(0)
-        step = DenseStep(config, case, kernel).to(device, case.dtype).eval()
-        times[kernel] = time_call(replay_of(step, device) if device.type == "cuda" else step, device).median_ms
+    faults: list[str] = []
+    expected: Tensor | None = None
+    for kernel in step.kernels():
+        try:
+            step.use(kernel)
+            logits = step.logits()
+            expected = logits if expected is None else expected
+            # rounding differs by kernel in every layer; mixed heads differ by far more
+            if max_error(logits, expected) > 2**-5 * largest(expected):
+                raise RuntimeError("other logits than the first kernel")
+            times[kernel] = _loop_ms(replay_of(step, device) if device.type == "cuda" else step, device)
+        except Exception as error:  # noqa: BLE001 - an absent kernel may raise anything; another one serves
+            faults.append(f"{kernel}: {describe_failure(error)}")
+    if not times:
+        raise RuntimeError("; ".join(faults) or "there is no dense kernel")
     kernel = min(times, key=lambda name: times[name])
     return {"kernel": kernel, "step_ms": times[kernel]}
 
 
-def kernels_of(case: GenerateCase, device: torch.device) -> Iterator[str]:
-    """Yield the dense kernels that serve a step of `case`, by name."""
-    shape = case.shape
-    q = torch.zeros(1, shape.num_heads, shape.head_dim_qk, device=device, dtype=case.dtype)
-    k, v = (
-        torch.zeros(1, 64, shape.num_kv_heads, width, device=device, dtype=case.dtype) for width in (shape.head_dim_qk, shape.head_dim_v)
-    )
-    for name, call in dense_decode_kernels(q, k, v).items():
-        try:
+def _loop_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call in loops without a wait between calls."""
+    call()
+    times = []
+    for _ in range(LOOPS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(LOOP_STEPS):
             call()
-        except Exception:  # noqa: BLE001, S112 - an absent kernel may raise anything; another one serves
-            continue
-        yield name
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began) / LOOP_STEPS)
+    return median(times)
 
 
 class DenseStep(nn.Module):
     """A step of a dense decoder over full caches of random numbers: the next token of every sequence, again and again at the same position."""
 
-    def __init__(self, config: Any, case: GenerateCase, kernel: str) -> None:
+    def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig` of dense layers."""
         super().__init__()
-        layers = config.decoder_layers()
-        self.decoder = Decoder(config.sizes(), [partial(FullCacheAttention, layer.config, case, kernel) for layer in layers])
+        self.decoder = Decoder(config.sizes(), [partial(FullCacheAttention, layer.config, case) for layer in config.decoder_layers()])
         self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
+
+    def kernels(self) -> list[str]:
+        """Return the names of the dense kernels that may serve."""
+        attention = self._attentions()[0]
+        keys = attention.get_buffer("keys")
+        return list(attention.kernels_of(keys.new_zeros(len(keys), attention.heads, attention.dim_qk)))
+
+    def _attentions(self) -> list["FullCacheAttention"]:
+        return [block.attention for block in self.decoder.blocks]  # type: ignore[misc]
+
+    def use(self, kernel: str) -> None:
+        """Let every layer attend by `kernel`."""
+        for attention in self._attentions():
+            attention.kernel = kernel
+
+    def logits(self) -> Tensor:
+        """Return the logits `(B, 1, vocab_size)` of the current ids."""
+        found: Tensor = self.decoder(self.get_buffer("ids"))
+        return found
 
     def forward(self) -> Tensor:
         """Return the next ids `(B, 1)`, which the next call reads."""
-        logits: Tensor = self.decoder(self.ids)
-        ids: Any = self.ids
-        return ids.copy_(logits[:, -1].argmax(-1, keepdim=True))  # type: ignore[no-any-return]
+        return self.get_buffer("ids").copy_(self.logits()[:, -1].argmax(-1, keepdim=True))
 
 
 class FullCacheAttention(DenseAttention):
     """Dense attention of one new token of each sequence over a cache that it completes."""
 
-    def __init__(self, config: Any, case: GenerateCase, kernel: str) -> None:
+    kernel = "torch math"
+
+    def __init__(self, config: Any, case: GenerateCase) -> None:
         super().__init__(config)
-        self.kernel = kernel
-        for name, width in (("keys", self.dim_qk), ("values", self.dim_v)):
-            self.register_buffer(name, torch.randn(case.batch, case.context, self.kv_heads, width, dtype=case.dtype), persistent=False)
+        # some kernels need values as wide as keys; the columns beyond are zeros
+        width = max(self.dim_qk, self.dim_v)
+        for name, columns in (("keys", self.dim_qk), ("values", width)):
+            self.register_buffer(name, torch.randn(case.batch, case.context, self.kv_heads, columns, dtype=case.dtype), persistent=False)
+        self.get_buffer("values")[..., self.dim_v :] = 0
         self.register_buffer("position", torch.tensor([case.context - 1]), persistent=False)
+
+    def kernels_of(self, q: Tensor) -> dict[str, Callable[[], Any]]:
+        """Return dense attention of q `(B, H, D_k)` over the cache, by the names of the kernels."""
+        return dense_decode_kernels(q, self.get_buffer("keys"), self.get_buffer("values"))
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Return `(B, 1, hidden)` of x of the same shape, whose keys and values become the last of the cache."""
         keys, values, position = self.get_buffer("keys"), self.get_buffer("values"), self.get_buffer("position")
         q, k = self._projected(x)
         keys[:, -1:] = self.rope(k, position)
-        values[:, -1:] = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
-        attended = dense_decode_kernels(self.rope(q, position)[:, 0], keys, values)[self.kernel]()
-        out: Tensor = self.o_proj(attended.reshape(len(x), 1, self.heads, -1)[..., : self.dim_v].flatten(-2))  # type: ignore[attr-defined]
+        values[:, -1:, :, : self.dim_v] = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
+        attended = self.kernels_of(self.rope(q, position)[:, 0])[self.kernel]()
+        # SDPA gives (B, G, H/G, D); flash-attn (B, H/G, G, D), some versions with the lse
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        heads = attended if self.kernel.startswith("torch ") else attended.transpose(1, 2)
+        out: Tensor = self.o_proj(heads[..., : self.dim_v].flatten(1).unsqueeze(1))
         return out
 
 
@@ -286,6 +360,5 @@ def generate_table(results: list[GenerateResult]) -> Table:
     """Return a line per case: new tokens per second by each way."""
     table = Table("case", *WAYS, title="generate, tokens/s")
     for one in results:
-        shown = (number(rate) if (rate := one.tokens_per_second(way)) else Text(one.reasons.get(way, "-"), style="red") for way in WAYS)
-        table.add_row(Text(str(one.case)), *shown)
+        table.add_row(Text(str(one.case)), *(number(one.tokens_per_second(way)) for way in WAYS))
     return table

@@ -108,7 +108,7 @@ class GenerateOptions:
     dtype: DType = None
     prompt: Annotated[str | None, Parameter(help="Tokens of a prompt, k for 1024. On cuda 8k,16k,64k, on cpu 128 by default.")] = None
     batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 1 by default.")] = None
-    new: Annotated[int, Parameter(help="New tokens that are timed, after the first one.")] = 64
+    new: Annotated[int, Parameter(help="New tokens that are timed; five more come before them.")] = 64
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "12/2/64/64"
     hidden: Annotated[int, Parameter(help="The model's hidden size.")] = 768
     layers: Annotated[int, Parameter(help="The model's layers.")] = 12

@@ -1,9 +1,11 @@
 """Output of a command's results: tables to the screen, progress lines to stderr, files with machine and commit."""
 
 import csv
+import io
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,13 @@ class Output:
         """Print a line of progress."""
         self.progress.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def keep(self, write: Callable[[], object]) -> None:
+        """Write what there is so far by `write`; say so if it fails, and go on."""
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self.say(f"what there is so far was not written ({type(error).__name__}: {error})")
+
     def show(self, *tables: RenderableType) -> None:
         """Print tables."""
         for table in tables:
@@ -79,7 +88,25 @@ class Output:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path`, indented, with a newline at the end."""
-    path.write_text(to_json(content), encoding="utf-8")
+    write_whole(path, to_json(content))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, whose earlier content stays until all of it is written. A pipe or device is written directly."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", newline="")
+        return
+    # through a link, its target is replaced
+    target = path.resolve()
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8", newline="")
+        aside.replace(target)
+    except PermissionError:
+        # the folder takes no new files
+        target.write_text(text, encoding="utf-8", newline="")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def to_json(content: dict[str, Any]) -> str:
@@ -89,10 +116,11 @@ def to_json(content: dict[str, Any]) -> str:
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write `rows`, at least one and all of the same keys, to `path` with a header; None is an empty field."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, file.getvalue())
 
 
 def run_env(output: Output) -> None:

@@ -157,6 +157,9 @@ def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialF
     folders[0].recipe.write_text("# of an earlier version\n" + folders[0].recipe.read_text().replace(" = ", "="))
     again = prepare(load_plan(str(plan_file)).trials, plan_file.parent / "out")
     assert [folder.trial.name for folder in again] == [folder.trial.name for folder in folders]
+    folders[0].recipe.write_text("lr = = 1")
+    with pytest.raises(OptionError, match="another recipe"):
+        prepare(load_plan(str(plan_file)).trials, plan_file.parent / "out")
 
 
 @pytest.mark.parametrize(

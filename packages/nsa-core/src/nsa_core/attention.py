@@ -225,7 +225,8 @@ def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
     def cast(x: Tensor) -> Tensor:
         return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype not in (torch.float64, *FP8) else x
 
-    return queries._replace(q=cast(queries.q)), {
+    # a cast may be the last operation on the stream
+    return queries._replace(q=cast(queries.q), follows_append=False), {
         ending: None if x is None else x._replace(k=cast(x.k), v=cast(x.v)) for ending, x in keys.items()
     }
 

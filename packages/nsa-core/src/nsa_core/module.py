@@ -382,7 +382,8 @@ class NativeSparseAttention(nn.Module):
         }
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
-        rotated = unturned._replace(q=queries, follows_append="slc" in rows)
+        # a compiler may move the operations that write q behind APPEND
+        rotated = unturned._replace(q=queries, follows_append="slc" in rows and not is_traced)
         out = self._attend(rotated, keys, gates, (self.telemetry, cache.read_counter), is_known=is_known)
         if not (is_known or is_traced):
             cache.note_form(form)

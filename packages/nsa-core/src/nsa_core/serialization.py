@@ -157,7 +157,7 @@ def _first_reason(error: BaseException) -> ConfigError:
 
 
 def toml_value(value: object) -> str:
-    """Return `value`, of one line in a TOML document, as TOML spells it; tomli-w spreads a list over lines."""
+    """Return `value` as TOML, on one line; tomli-w would spread a list over lines."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):

@@ -16,10 +16,11 @@ from nsa_core import (
     NSAConfig,
     NSAError,
     RopeScaling,
+    attention,
     blocks,
     module,
 )
-from nsa_core.backends.base import Keys, NewRows
+from nsa_core.backends.base import Keys, NewRows, Queries
 from nsa_core.config import BRANCHES
 from nsa_core.reference.append import join_rows, write_rows
 
@@ -895,25 +896,50 @@ def test_a_step_that_fails_longer_than_its_second_try_costs_what_the_rings_forgo
     assert_close(layer(x[:, 18:], cache=cache), whole[:, 18:])
 
 
-@pytest.mark.parametrize("kv", ["separate", "shared"])
-def test_a_step_says_that_append_ran_right_before_it(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv))
-    append, attend = module.append_rows, layer._attend
-    calls: list[object] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What a layer runs, in order: "append", and `follows_append` of the queries of its attention."""
+    append, attend = module.append_rows, module.attend_branches
+    noted: list[object] = []
 
     def noted_append(*arguments):
-        calls.append("append")
+        noted.append("append")
         append(*arguments)
 
     def noted_attend(queries, *arguments, **options):
-        calls.append(queries.follows_append)
+        noted.append(queries.follows_append)
         return attend(queries, *arguments, **options)
 
     monkeypatch.setattr(module, "append_rows", noted_append)
-    monkeypatch.setattr(layer, "_attend", noted_attend)
+    monkeypatch.setattr(module, "attend_branches", noted_attend)
+    return noted
+
+
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_step_says_that_append_ran_right_before_it(kv: str, calls: list[object]) -> None:
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv))
     layer(torch.randn(2, 3, 8), cache=layer.new_cache(2, 20))
     assert calls[:2] == ["append", True]
     # without a cache nothing is written
     calls.clear()
     layer(torch.randn(2, 3, 8))
     assert calls == [False]
+
+
+def test_a_traced_step_says_nothing_of_append(calls: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may reorder its operations."""
+    layer = NativeSparseAttention(CONFIG)
+    cache = layer.new_cache(2, 20, static=True)
+    monkeypatch.setattr(module.torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        layer(torch.randn(2, 1, 8), cache=cache)
+    assert calls[:2] == ["append", False]
+
+
+def test_operands_that_autocast_may_cast_say_nothing_of_append() -> None:
+    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 3, 1, 4)
+    queries = Queries(q, 1, None, int32([2]), follows_append=True)
+    keys = {"_slc": Keys(k, k, 3)}
+    assert attention._autocast(queries, keys)[0].follows_append
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not attention._autocast(queries, keys)[0].follows_append

@@ -65,9 +65,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     others = [
         f"--out={str(root)!r} holds the run {folder.trial.name!r} of another recipe (a trial goes on as it began); name another directory"
         for folder in folders
-        if folder.recipe.is_file()
-        and folder.run.root.exists()
-        and tomllib.loads(folder.recipe.read_text(encoding="utf-8")) != tomllib.loads(to_toml(folder.trial.config))
+        if folder.recipe.is_file() and folder.run.root.exists() and not _is_recipe_of(folder)
     ]
     if others:
         raise OptionError.of(others)
@@ -85,6 +83,14 @@ class Running(NamedTuple):
     process: "subprocess.Popen[bytes]"
     gpu: str | None
     """The GPU that it alone sees; None if it sees those of this process."""
+
+
+def _is_recipe_of(folder: TrialFolder) -> bool:
+    """Return True if the recipe that was written is the trial's, whatever its spelling."""
+    try:
+        return tomllib.loads(folder.recipe.read_text(encoding="utf-8")) == tomllib.loads(to_toml(folder.trial.config))
+    except ValueError:
+        return False
 
 
 def run_trials(

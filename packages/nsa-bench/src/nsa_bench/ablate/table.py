@@ -49,10 +49,10 @@ def run_ablation(
     plan = load_plan(name, overrides)
     known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
     trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
+    output.check_files()
     folders = prepare(trials, out or Path("ablations") / plan.name)
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
-    output.check_files()
 
     def write() -> list[TrialResult]:
         results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
@@ -61,7 +61,7 @@ def run_ablation(
         return results
 
     gpus = visible_gpus() if side_by_side > 1 else ()
-    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, after_each=write, gpus=gpus)
+    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, after_each=lambda: output.keep(write), gpus=gpus)
     results = write()
     output.show(ablation_table(plan, results))
     if results and png_file is not None:

@@ -45,7 +45,7 @@ def run_needle(
         output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         return results
 
-    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say, after_each=write)
+    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say, after_each=lambda: output.keep(write))
     results = write()
     output.show(needle_table(plan, results))
     if png_file is not None and any(result["cells"] for result in results):

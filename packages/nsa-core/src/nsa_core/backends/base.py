@@ -67,7 +67,7 @@ class Queries(NamedTuple):
     """int32 (N,), valid rows of each sequence; the others give out 0, lse -inf. None: all."""
     follows_append: bool = False
     """True: the last operation on the stream is APPEND of these rows, and q, start, count and page tables were written before it. So a kernel may
-    read them, and keys of earlier steps, while APPEND runs."""
+    read them, and keys of earlier steps, while APPEND runs. Never in a traced step, whose operations a compiler may reorder."""
 
 
 class Keys(NamedTuple):
