@@ -180,7 +180,7 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
 
 
 VERBS = (
-    *("ablate", "attention", "backends", "choices", "compare", "decode", "env", "fa2-sweep", "needle"),
+    *("ablate", "attention", "backends", "choices", "compare", "decode", "env", "fa2-sweep", "generate", "layer", "needle"),
     *("prefill", "report", "select", "smoke", "thresholds", "train"),
 )
 

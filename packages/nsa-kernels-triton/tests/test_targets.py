@@ -60,9 +60,9 @@ def assert_within_shared_memory(found, capability):
     ("capability", "head_dims", "case"),
     [
         ((8, 0), (192, 128), "dense"),
-        ((8, 9), (256, 256), "packed"),
+        pytest.param((8, 9), (256, 256), "packed", marks=pytest.mark.slow),
         ((9, 0), (128, 128), "group of 16"),
-        ((9, 0), (192, 128), "cached group of 16"),
+        pytest.param((9, 0), (192, 128), "cached group of 16", marks=pytest.mark.slow),
         pytest.param((9, 0), (192, 192), "cached group of 16", marks=pytest.mark.slow),
     ],
     ids=["sm_80", "sm_89", "sm_90", "sm_90 wide", "sm_90 wide values"],
@@ -89,7 +89,13 @@ STEP_KERNELS = {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_dims"), [((8, 0), (192, 128)), ((8, 9), (256, 256)), ((9, 0), (192, 128))], ids=["sm_80", "sm_89", "sm_90"]
+    ("capability", "head_dims"),
+    [
+        pytest.param((8, 0), (192, 128), marks=pytest.mark.slow),
+        pytest.param((8, 9), (256, 256), marks=pytest.mark.slow),
+        ((9, 0), (192, 128)),
+    ],
+    ids=["sm_80", "sm_89", "sm_90"],
 )
 def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
     cases = ("step", "long step", "step of a group of 16", "step of small blocks")
