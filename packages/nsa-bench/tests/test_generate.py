@@ -90,8 +90,18 @@ def test_heads_of_every_kernel_are_in_one_order(monkeypatch: pytest.MonkeyPatch)
         "dense_decode_kernels",
         lambda q, k, v: kernels(q, k, v) | {"torch wrong": lambda: kernels(q, k, v)["torch math"]().flip(1)},
     )
-    monkeypatch.setattr(generate, "_loop_ms", lambda step, device: 1.0 if step.decoder.blocks[0].attention.kernel == "torch wrong" else 2.0)
-    assert generate._dense_by_graph(case, CPU) == {"kernel": "torch math", "step_ms": 2.0}
+    timed: list[str] = []
+
+    def note(call: DenseStep, *_: Any, **options: Any) -> float:
+        # the step moves on to other ids
+        call()
+        attention: Any = call.decoder.blocks[0].attention
+        timed.append(attention.kernel)
+        return 9.0 - len(timed)
+
+    monkeypatch.setattr(generate, "back_to_back_ms", note)
+    assert generate._dense_by_graph(case, CPU) == {"kernel": "flash_attn", "step_ms": 7.0}
+    assert timed == ["torch math", "flash_attn"]
 
 
 def test_a_token_takes_the_median_interval_behind_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:

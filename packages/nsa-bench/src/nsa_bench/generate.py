@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import GenerateOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
@@ -250,29 +250,14 @@ def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
             # rounding differs by kernel in every layer; mixed heads differ by far more
             if max_error(logits, expected) > 2**-5 * largest(expected):
                 raise RuntimeError("other logits than the first kernel")
-            times[kernel] = _loop_ms(replay_of(step, device) if device.type == "cuda" else step, device)
+            call = replay_of(step, device) if device.type == "cuda" else step
+            times[kernel] = back_to_back_ms(call, device, warm_ups=1, loops=LOOPS, count=LOOP_STEPS)
         except Exception as error:  # noqa: BLE001 - an absent kernel may raise anything; another one serves
             faults.append(f"{kernel}: {describe_failure(error)}")
     if not times:
         raise RuntimeError("; ".join(faults) or "there is no dense kernel")
     kernel = min(times, key=lambda name: times[name])
     return {"kernel": kernel, "step_ms": times[kernel]}
-
-
-def _loop_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call in loops without a wait between calls."""
-    call()
-    times = []
-    for _ in range(LOOPS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(LOOP_STEPS):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - began) / LOOP_STEPS)
-    return median(times)
 
 
 class DenseStep(nn.Module):
@@ -294,7 +279,8 @@ class DenseStep(nn.Module):
         return [block.attention for block in self.decoder.blocks]  # type: ignore[misc]
 
     def use(self, kernel: str) -> None:
-        """Let every layer attend by `kernel`."""
+        """Let every layer attend by `kernel`, and begin again with the same ids."""
+        self.get_buffer("ids").zero_()
         for attention in self._attentions():
             attention.kernel = kernel
 

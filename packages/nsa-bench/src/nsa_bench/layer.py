@@ -5,11 +5,9 @@ step as the layer's ordinary call (a cache on a GPU captures its steps), and the
 steps: the weights of a layer with hidden size 4,096 fill it. A layer gets no times if its reads are wrong, or if captured and eager outputs differ.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any, Literal
 
 import attrs
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import LayerOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
@@ -253,21 +251,8 @@ class LayerSteps:
 
 
 def step_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call in ms: the median of LOOPS loops without a wait between their calls."""
-    is_gpu, count = device.type == "cuda", _steps(device)
-    for _ in range(WARM_UPS):
-        call()
-    times = []
-    for _ in range(LOOPS):
-        if is_gpu:
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(count):
-            call()
-        if is_gpu:
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - began) / count)
-    return median(times)
+    """Return the time of a step in ms, without a wait between steps."""
+    return back_to_back_ms(call, device, warm_ups=WARM_UPS, loops=LOOPS, count=_steps(device))
 
 
 def to_row(one: LayerResult, common: dict[str, Any]) -> dict[str, Any]:

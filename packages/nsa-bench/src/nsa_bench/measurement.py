@@ -91,6 +91,26 @@ def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) ->
     return [first.elapsed_time(last) for first, last in spans]
 
 
+def back_to_back_ms(call: Callable[[], object], device: torch.device, *, warm_ups: int, loops: int, count: int) -> float:
+    """Return the time of a call in ms: the median of `loops` loops, each of `count` calls without a wait between them; L2 stays as they leave it."""
+    for _ in range(warm_ups):
+        call()
+    times = []
+    for _ in range(loops):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        _wait(device)
+        times.append(1e3 * (time.perf_counter() - began) / count)
+    return median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def times_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Return the time in ms of each of `calls`, which run once, one after another, without a wait between them on a GPU."""
     if device.type != "cuda":

@@ -898,7 +898,7 @@ def test_a_step_that_fails_longer_than_its_second_try_costs_what_the_rings_forgo
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What a layer runs, in order: "append", and `follows_append` of the queries of its attention."""
+    """The calls of a layer, in order: "append", and `follows_append` of the queries of its attention."""
     append, attend = module.append_rows, module.attend_branches
     noted: list[object] = []
 
