@@ -1,6 +1,6 @@
 """`nsa-bench generate`: tokens per second of text generation with NSA, and with dense models of the same sizes.
 
-`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the layers' own CUDA graphs and as Transformers compiles it on a
+`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the cache's own CUDA graph and as Transformers compiles it on a
 GPU. `transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache, which it compiles too. `graph` is a step of the dense
 twin over full caches of fixed length, by the fastest dense kernel; on a GPU it is one CUDA graph of all layers, without a sampling loop.
 Weights are random, and tokens are the likeliest ones.
@@ -179,11 +179,13 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
 
 
 def _nsa(case: GenerateCase, device: torch.device, *, is_compiled: bool) -> dict[str, Any]:
+    from transformers import CompileConfig
+
     from nsa_transformers import NSAForCausalLM
 
     torch.manual_seed(0)
     model = NSAForCausalLM(case.model_config("nsa")).to(device, case.dtype).eval()
-    return times_of_generate(model, case, device, disable_compile=not is_compiled)
+    return times_of_generate(model, case, device, **({"compile_config": CompileConfig()} if is_compiled else {}))
 
 
 def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]
     torch.manual_seed(0)
     twin = NSAForCausalLM(case.model_config("dense"))
     model = dense_form(twin.config, twin.state_dict()).new_model("sdpa").to(device, case.dtype).eval()
-    return times_of_generate(model, case, device, disable_compile=False)
+    return times_of_generate(model, case, device)
 
 
 class Stamps:
@@ -212,8 +214,10 @@ class Stamps:
         return scores
 
 
-def times_of_generate(model: Any, case: GenerateCase, device: torch.device, *, disable_compile: bool) -> dict[str, float]:
+def times_of_generate(model: Any, case: GenerateCase, device: torch.device, **options: Any) -> dict[str, float]:
     """Return the time in ms until a prompt's first token, and the median of those of the tokens after SETTLING more.
+
+    `options` are those of `generate`.
 
     The loop of `generate` reads each token on the host, so a wait for the GPU at each token adds little.
     """
@@ -223,7 +227,7 @@ def times_of_generate(model: Any, case: GenerateCase, device: torch.device, *, d
         stamps, began = Stamps(device), time.perf_counter()
         ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=case.num_generated, do_sample=False,
-            cache_implementation="static", disable_compile=disable_compile, logits_processor=[stamps],
+            cache_implementation="static", logits_processor=[stamps], **options,
         )  # fmt: skip
         assert ids.shape == (case.batch, case.context), "the models have no id that ends a text"
         return began, stamps.times

@@ -191,7 +191,7 @@ class NativeSparseAttention(nn.Module):
                 warnings.warn(f"max_seqlen={max_seqlen} is not used with a cache (it knows its lengths); leave it out", stacklevel=2)
             if cache.graphs is None:
                 return self._forward_cached(x, cache, query_count)
-            return cache.graphs.run(self, cache, x, query_count, lambda rows, count: self._forward_cached(rows, cache, count))
+            return cache.graphs.run(self, (cache,), x, query_count, lambda rows, count: self._forward_cached(rows, cache, count))
         if query_count is not None:
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)

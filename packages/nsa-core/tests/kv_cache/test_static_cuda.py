@@ -219,6 +219,8 @@ def test_a_capture_that_fails_leaves_the_stream_and_eager_steps(monkeypatch):
             out = layer(token, cache=cache)
         assert torch.cuda.current_stream() == stream
         assert torch.equal(out, layer(token, cache=eager))
+        # torch's generator is not left in the capture
+        assert torch.rand(3, device="cuda").shape == (3,)
 
 
 def test_replays_past_the_end_write_nothing_and_are_noted():

@@ -172,7 +172,7 @@ def test_rows_that_are_not_contiguous_come_to_the_eager_step_as_to_a_replay(step
     assert not x.is_contiguous()
 
     with torch.no_grad():
-        cache.graphs.run(layer, cache, x, None, lambda rows, _: seen.append(rows.is_contiguous()) or rows)
+        cache.graphs.run(layer, (cache,), x, None, lambda rows, _: seen.append(rows.is_contiguous()) or rows)
 
     assert seen == [True]
 

@@ -1,5 +1,6 @@
 """Starts a scenario on several ranks of this machine, over gloo."""
 
+import fcntl
 import functools
 import json
 import os
@@ -23,12 +24,28 @@ TIMEOUT_S = 240
 def ranks(tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
     """A function from a scenario and a world size to its folder and the findings of each rank.
 
-    The scenarios of a world size run one after another in the same processes, which take longer to start than to run.
+    The scenarios of a world size run one after another in the same processes, which take longer to start than to run. The processes
+    of pytest-xdist share one such run: the first that needs it starts it, and others wait.
     """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     @functools.cache
     def run_all(world_size: int) -> Path:
-        folder, port = tmp_path_factory.mktemp(f"ranks-{world_size}"), _free_port()
+        folder = shared / f"ranks-{world_size}"
+        done = folder / "done"
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                # fails if another process has tried, and its ranks failed
+                folder.mkdir()
+                start(world_size, folder)
+                done.touch()
+        return folder
+
+    def start(world_size: int, folder: Path) -> None:
+        port = _free_port()
         command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(tiny_run.root), str(folder), *BY_WORLD_SIZE[world_size]]
         workers = [subprocess.Popen(command, env=_environment(rank, world_size, port)) for rank in range(world_size)]
         try:
@@ -37,7 +54,6 @@ def ranks(tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.Te
             for worker in workers:
                 worker.kill()
         assert codes == [0] * world_size
-        return folder
 
     def run(scenario: str, *, world_size: int = 2) -> tuple[Path, list[Any]]:
         folder = run_all(world_size) / scenario

@@ -8,6 +8,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK
+from nsa_core.kv_cache.step_graphs import KNOWN, StepGraphs
+
+GRAPH_MODULES = (*KNOWN, "nsa_transformers")
+"""Packages whose modules a captured step of a model may hold."""
 
 
 class NSACacheLayer(CacheLayerMixin):
@@ -88,7 +92,6 @@ class NSACacheLayer(CacheLayerMixin):
             raise InputError(f"crop({count}) is not negative (-n forgets the last n tokens); use crop(-n)")
         if count and self.store is not None:
             self.store.crop(-count)
-            self.advance(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the sequences by those at `beam_idx` `(B',)`."""
@@ -162,6 +165,10 @@ class NSAModelCache(Cache):
         """The description of the layers for which it was built."""
         self.deferred: Deferred | None = None
         """Tokens that the layers process before the next step; None if there are none."""
+        self.graphs: StepGraphs | None = None
+        """The captured steps of a model whose static cache is on one GPU."""
+        self._advancing: list[NSACacheLayer] = []
+        """Layers whose lengths a step advances: those of a static cache on one device share a tensor."""
 
     @property
     def is_static(self) -> bool:
@@ -176,8 +183,8 @@ class NSAModelCache(Cache):
             CacheOverflowError: if they do not fit, as far as the host knows.
         """
         batch_size, num_tokens = x.shape[:2]
-        for layer, attention in zip(self.layers, attentions, strict=True):
-            layer.start(attention, x)
+        if not self._advancing:
+            self._start_layers(attentions, x)
         if self.layers[0].batch_size != batch_size:
             repeats = max(1, batch_size // max(1, self.layers[0].batch_size))
             raise InputError(
@@ -192,6 +199,18 @@ class NSAModelCache(Cache):
         is_free = not self.is_static or self.layers[0].length.device.type == "cpu"
         if not torch.compiler.is_compiling() and (num_tokens > 1 or is_free):
             self.require_room(int(self.get_seq_length()) + num_tokens)
+
+    def _start_layers(self, attentions: list[Any], x: Tensor) -> None:
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            layer.start(attention, x)
+        self._advancing = list(self.layers)
+        if self.is_static:
+            by_device = {layer.length.device: layer for layer in reversed(self.layers)}
+            for layer in self.layers:
+                layer.length = by_device[layer.length.device].length
+            self._advancing = list(by_device.values())
+            if [device.type for device in by_device] == ["cuda"]:
+                self.graphs = StepGraphs(may_fail=True, known=GRAPH_MODULES)
 
     def defer(self, x: Tensor, mask: Tensor | None) -> None:
         """Keep the embedded tokens `x` `(B, S, hidden_size)`, the first ones, until a step follows."""
@@ -215,6 +234,7 @@ class NSAModelCache(Cache):
         """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`, whose errors it raises."""
         if self.deferred is None or tokens_to_remove >= 0:
             super().crop(tokens_to_remove)
+            self.advance(int(tokens_to_remove))
             return
         x, mask = self.deferred
         shortest = x.shape[1] if mask is None else int((mask != 0).sum(1).min())
@@ -256,7 +276,7 @@ class NSAModelCache(Cache):
 
     def advance(self, num_tokens: int) -> None:
         """Add `num_tokens` columns of a step to the length."""
-        for layer in self.layers:
+        for layer in self._advancing:
             layer.advance(num_tokens)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of the steps of one static cache, captured and replayed by the layer's ordinary call.
+"""CUDA graphs of the steps of static caches, captured and replayed by the ordinary call of a layer, or of a model of several.
 
 The first step of a form runs eagerly, which compiles and loads its kernels. The second is captured, which runs nothing, and replayed. A graph
 reads weights and stores by address, and keeps the kernels of its capture. If one of these changes, all graphs are dropped.
@@ -7,8 +7,10 @@ reads weights and stores by address, and keeps the kernels of its capture. If on
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,9 @@ MOST_FORMS = 4
 MOST_ROWS = 16
 """Rows of a sequence up to which a step is captured: longer ones take longer than their launches, and their graphs much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+SETTINGS = ("config", "registry", "telemetry")
+PARTS = ("bounds", "stores", "pages")
+"""Attributes of a cache that hold tensors."""
 KNOWN = ("nsa_core", "torch")
 """Packages whose modules a graph may hold: what their forward does follows from tensors and from what `_Wiring` compares. An adapter's module may
 have a switch or a factor of its own, which a replay would not notice."""
@@ -58,13 +63,21 @@ class CudaCapture:
                 # another thread may go on with what a capture forbids
                 with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                     return body()
-            finally:
-                # where a capture fails, torch raises before it leaves the stream
+            except BaseException:
+                # torch raises before it leaves the stream
                 torch.cuda.set_stream(current)
+                _free_generator(x, stream)
+                raise
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         self.graph.replay()
+
+
+def _free_generator(x: Tensor, stream: torch.cuda.Stream) -> None:
+    """Capture an addition, after a capture that failed: torch leaves its random generator in that one, and then refuses every draw."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        x + 1
 
 
 def _load_products(x: Tensor, stream: torch.cuda.Stream) -> None:
@@ -77,62 +90,83 @@ def _load_products(x: Tensor, stream: torch.cuda.Stream) -> None:
         torch.cuda.current_stream().wait_stream(each)
 
 
-class _Entry(NamedTuple):
-    """A value that must not change: `owner[name]`, at the same address if it is a tensor."""
+class _Entries:
+    """Values that must not change: `owners[i][names[i]]`, at the same address if it is a tensor. A step compares them in C."""
 
-    owner: dict[str, Any]
-    name: str
-    value: Any
-    address: int
+    def __init__(self) -> None:
+        self.owners: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
 
-    @classmethod
-    def of(cls, owner: dict[str, Any], name: str) -> "_Entry":
+    def add(self, owner: dict[str, Any], name: str) -> None:
+        """Note the value of `owner[name]`; None where there is none."""
         value = owner.get(name)
-        return cls(owner, name, value, value.data_ptr() if isinstance(value, Tensor) else 0)
+        self.owners.append(owner)
+        self.names.append(name)
+        self.values.append(value)
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            self.addresses.append(value.data_ptr())
 
-    def holds(self, owner: dict[str, Any] | None = None) -> bool:
-        found = (self.owner if owner is None else owner).get(self.name)
-        return found is self.value and (not self.address or found.data_ptr() == self.address)
+    def hold(self, owners: Iterable[dict[str, Any]] | None = None) -> bool:
+        """Return True if all are as they were; `owners`: in place of the noted ones."""
+        found = map(dict.get, self.owners if owners is None else owners, self.names)
+        return all(map(is_, found, self.values)) and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
 
 
 class _Wiring:
-    """The tensors of a layer and a cache that graphs read by address, and the settings that decide their kernels.
+    """The tensors of a module and its caches that graphs read by address, and the settings that decide their kernels.
 
     It keeps the weights: a graph may not outlive them.
     """
 
-    def __init__(self, layer: nn.Module, cache: Any) -> None:
-        self.layer = weakref.ref(layer)
+    def __init__(self, module: nn.Module, caches: Sequence[Any], known: tuple[str, ...]) -> None:
+        self.module = weakref.ref(module)
         self.hooks: list[dict[Any, Any]] = []
-        self.entries = [_Entry.of(layer.__dict__, name) for name in ("config", "registry", "telemetry")]
-        self.is_plain = layer.__dict__.get("telemetry") is None
-        for module in layer.modules():
-            self.hooks += [module.__dict__[name] for name in HOOKS]
-            self.entries += [_Entry.of(module.__dict__, name) for name in ("training", "forward")]
-            for owner in (module._parameters, module._buffers, module._modules):
-                self.entries += [_Entry.of(owner, name) for name in owner]
-            weights = [x for owner in (module._parameters, module._buffers) for x in owner.values() if x is not None]
-            # a shard, or a weight that comes when its module is called, has no address that a graph may keep
-            are_whole = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in weights)
-            is_known = module is layer or type(module).__module__.partition(".")[0] in KNOWN
-            self.is_plain = self.is_plain and is_known and are_whole and not module.training and "forward" not in module.__dict__
-        # by name: the cache keeps its graphs, and they keep no reference to it
-        names = [name for name, value in vars(cache).items() if isinstance(value, Tensor)]
-        self.of_cache = [_Entry.of(vars(cache), name)._replace(owner={}) for name in (*names, "bounds", "stores", "pages", "read_counter")]
-        for part in (cache.bounds, cache.stores, *([] if cache.pages is None else [cache.pages])):
+        self.entries = _Entries()
+        plain = [self._note_module(part, part is module, known) for part in module.modules()]
+        self.is_plain = all(plain)
+        self.of_caches = [self._note_cache(cache) for cache in caches]
+
+    def _note_module(self, part: nn.Module, is_own: bool, known: tuple[str, ...]) -> bool:
+        """Note settings, hooks and weights of `part`; return True if a graph may hold it."""
+        state = part.__dict__
+        self.hooks += [state[name] for name in HOOKS]
+        for name in (*(name for name in SETTINGS if name in state), "training", "forward"):
+            self.entries.add(state, name)
+        for owner in (part._parameters, part._buffers, part._modules):
+            for name in owner:
+                self.entries.add(owner, name)
+        weights = [x for owner in (part._parameters, part._buffers) for x in owner.values() if x is not None]
+        # a shard, or a weight that comes when its module is called, has no address that a graph may keep
+        are_whole = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in weights)
+        is_known = is_own or type(part).__module__.partition(".")[0] in known
+        return is_known and are_whole and not part.training and "forward" not in state and state.get("telemetry") is None
+
+    def _note_cache(self, cache: Any) -> _Entries:
+        """Note the tensors of the parts of `cache`; return its own attributes by name, since it keeps its graphs and they do not keep it."""
+        own, state = _Entries(), vars(cache)
+        for name in (*(name for name, value in state.items() if isinstance(value, Tensor)), *PARTS, "read_counter"):
+            own.add(state, name)
+        own.owners.clear()
+        for part in (state[name] for name in PARTS if state.get(name) is not None):
             for name, value in vars(part).items():
                 owner = value if isinstance(value, dict) else vars(part)
                 for each in value if isinstance(value, dict) else (name,):
                     if isinstance(owner[each], Tensor):
-                        self.entries.append(_Entry.of(owner, each))
+                        self.entries.add(owner, each)
+        return own
 
-    def holds(self, layer: nn.Module, cache: Any) -> bool:
-        """Return True if all of it is as it was, and `layer` is the same."""
-        state = vars(cache)
-        return self.layer() is layer and all(entry.holds(state) for entry in self.of_cache) and all(entry.holds() for entry in self.entries)
+    def holds(self, module: nn.Module, caches: Sequence[Any]) -> bool:
+        """Return True if all of it is as it was, and `module` is the same."""
+        if self.module() is not module or len(caches) != len(self.of_caches):
+            return False
+        return all(entries.hold(repeat(vars(cache))) for entries, cache in zip(self.of_caches, caches, strict=True)) and self.entries.hold()
 
     def may_capture(self) -> bool:
-        """Return True for a layer of known modules with whole weights, without hooks, telemetry or training."""
+        """Return True for a module of known parts with whole weights, without hooks, telemetry or training."""
         return self.is_plain and not any(self.hooks) and not modules._has_any_global_hook()
 
 
@@ -146,14 +180,17 @@ class _Graph(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one cache, by form of step. They hold no reference to the cache, and go with it."""
+    """The graphs of one cache, or of those of a model's layers, by form of step. They hold no reference to the caches."""
 
-    def __init__(self, make_capture: Callable[[], Capture] = CudaCapture, *, may_fail: bool = False) -> None:
+    def __init__(
+        self, make_capture: Callable[[], Capture] = CudaCapture, *, may_fail: bool = False, known: tuple[str, ...] = KNOWN
+    ) -> None:
         """Start without a graph.
 
         `make_capture` makes the object that captures and replays a step. `may_fail`: after a capture that fails, all steps run eagerly.
+        `known`: packages whose modules a graph may hold.
         """
-        self.make_capture, self.may_fail = make_capture, may_fail
+        self.make_capture, self.may_fail, self.known = make_capture, may_fail, known
         self.has_failed = False
         self.forms: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
         """None for a form that ran eagerly once."""
@@ -161,18 +198,18 @@ class StepGraphs:
 
     def __reduce__(self) -> tuple[Callable[..., "StepGraphs"], tuple[()]]:
         """Return what copies and unpickles as a value without graphs: they read the tensors of this cache, and hold the layer's weights."""
-        return partial(StepGraphs, self.make_capture, may_fail=self.may_fail), ()
+        return partial(StepGraphs, self.make_capture, may_fail=self.may_fail, known=self.known), ()
 
-    def run(self, layer: nn.Module, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> Tensor:
-        """Return `forward(x, query_count)`, the step of `layer` over the static `cache`, by a graph where one may replace it.
+    def run(self, module: nn.Module, caches: Sequence[Any], x: Tensor, query_count: Tensor | None, forward: Forward) -> Tensor:
+        """Return `forward(x, query_count)`, the step of `module` over the static `caches`, by a graph where one may replace it.
 
         x is made contiguous in every step that a graph may replace, because a product with a bias rounds differently for rows that are not.
         """
         if self.has_failed or not _may_replace(x, query_count):
             return forward(x, query_count)
-        if self._wiring is None or not self._wiring.holds(layer, cache):
+        if self._wiring is None or not self._wiring.holds(module, caches):
             self.forms.clear()
-            self._wiring = _Wiring(layer, cache)
+            self._wiring = _Wiring(module, caches, self.known)
         if not self._wiring.may_capture():
             self.forms.clear()
             return forward(x, query_count)
@@ -185,8 +222,10 @@ class StepGraphs:
             if len(self.forms) > MOST_FORMS:
                 self.forms.popitem(last=False)
             return out
-        cache.check_count(x.shape[1], query_count)
-        graph = self.forms.pop(key) or self._captured(cache, x, query_count, forward)
+        if query_count is not None:
+            for cache in caches:
+                cache.check_count(x.shape[1], query_count)
+        graph = self.forms.pop(key) or self._captured(caches, x, query_count, forward)
         if graph is None:
             return forward(x, query_count)
         self.forms[key] = graph
@@ -197,7 +236,7 @@ class StepGraphs:
         # the next replay writes into the graph's own
         return graph.out.clone()
 
-    def _captured(self, cache: Any, x: Tensor, query_count: Tensor | None, forward: Forward) -> _Graph | None:
+    def _captured(self, caches: Sequence[Any], x: Tensor, query_count: Tensor | None, forward: Forward) -> _Graph | None:
         """Return the captured step; None if it could not be captured and `may_fail`."""
         # a tensor made in inference mode takes no copy outside of it
         with torch.inference_mode(False):
@@ -217,9 +256,10 @@ class StepGraphs:
                 stacklevel=2,
             )
             return None
-        if cache.read_counter is not None:
-            # it would keep memory of the graph
-            cache.read_counter.forget()
+        for cache in caches:
+            if getattr(cache, "read_counter", None) is not None:
+                # it would keep memory of the graph
+                cache.read_counter.forget()
         return _Graph(capture, static_x, static_count, out)
 
 
