@@ -10,7 +10,15 @@ import torch
 from nsa_bench import errors, generate
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cli import run_command
-from nsa_bench.generate import DenseStep, FullCacheAttention, GenerateCase, make_generate_cases, measure_generate, times_of_generate
+from nsa_bench.generate import (
+    DenseStep,
+    FullCacheAttention,
+    GenerateCase,
+    NSAStep,
+    make_generate_cases,
+    measure_generate,
+    times_of_generate,
+)
 from nsa_bench.options import GenerateOptions
 from nsa_core.decoder import Decoder
 
@@ -32,8 +40,8 @@ def test_all_ways_generate_and_are_written(tmp_path: Path, capsys: pytest.Captur
     for way, row in rows.items():
         assert row["reason"] == ""
         assert float(row["tokens_per_s"]) > 0
-        assert (row["ms_prompt"] == "") == (way == "graph")
-        assert row["kernel"] == ("torch math" if way == "graph" else "")
+        assert (row["ms_prompt"] == "") == (way in ("nsa graph", "dense graph"))
+        assert row["kernel"] == ("torch math" if way == "dense graph" else "")
     assert "generate, tokens/s" in capsys.readouterr().out
 
 
@@ -59,6 +67,22 @@ def test_the_step_over_a_full_cache_is_the_dense_decoders() -> None:
     assert ids.tolist() == expected[:, -1].argmax(-1, keepdim=True).tolist()
     # the next call reads them
     assert step.get_buffer("ids") is ids
+
+
+@torch.no_grad()
+def test_a_step_of_nsa_follows_its_prompt() -> None:
+    case = case_of()
+    step = NSAStep(case.model_config("nsa"), case).eval()
+    torch.manual_seed(5)
+    step.fill()
+    torch.manual_seed(5)
+    prompt = torch.randint(0, 40, (2, case.prompt))
+    ids = torch.cat([prompt, torch.zeros(2, 1, dtype=torch.long)], 1)
+    for _ in range(3):
+        expected = step.decoder(ids)[:, -1].argmax(-1, keepdim=True)
+        assert step().tolist() == expected.tolist()
+        ids = torch.cat([ids, expected], 1)
+    assert [cache.lengths.tolist() for cache in step.caches] == [[case.prompt + 3] * 2] * 2
 
 
 def test_values_narrower_than_keys_are_served() -> None:
@@ -117,7 +141,7 @@ def test_a_token_takes_the_median_interval_behind_the_first_ones(monkeypatch: py
                 logits_processor[0](prompt, torch.full((2, 40), float(number)))
             return torch.zeros(2, case.context)
 
-    found = times_of_generate(Model(), case, CPU, disable_compile=True)
+    found = times_of_generate(Model(), case, CPU)
     assert found == {"prompt_ms": pytest.approx(100), "step_ms": pytest.approx(5)}
 
 
@@ -128,7 +152,7 @@ def test_a_way_that_fails_has_a_reason_and_no_figure(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(generate, "_by_transformers", fail)
     result = measure_generate(case_of(), CPU)
     assert result.reasons == {"transformers": "RuntimeError: no [memory]"}
-    assert set(result.step_ms) == {"nsa", "nsa compiled", "graph"}
+    assert set(result.step_ms) == {"nsa", "nsa compiled", "nsa graph", "dense graph"}
     assert result.tokens_per_second("transformers") is None
     # our own failure is the command's
     monkeypatch.setattr(generate, "_nsa", fail)

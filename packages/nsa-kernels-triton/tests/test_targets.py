@@ -78,7 +78,7 @@ def test_every_kernel_compiles(without_interpreter, capability, head_dims, case)
     assert_within_shared_memory(found, capability)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("capability", [(8, 0), pytest.param((8, 9), marks=pytest.mark.slow), (9, 0)], ids=["sm_80", "sm_89", "sm_90"])
 def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, capability):
     found = compiled(without_interpreter, capability, (256, 256), ("select",), "group of 256", "large blocks")
     assert {each["kernel"] for each in found} == {"scores_kernel", "choose_kernel"}
@@ -88,17 +88,20 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
 STEP_KERNELS = {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel", "rotate_kernel"}
 
 
+STEPS = ("step", "long step", "step of a group of 16", "step of small blocks")
+
+
 @pytest.mark.parametrize(
-    ("capability", "head_dims"),
+    ("capability", "head_dims", "cases"),
     [
-        pytest.param((8, 0), (192, 128), marks=pytest.mark.slow),
-        pytest.param((8, 9), (256, 256), marks=pytest.mark.slow),
-        ((9, 0), (192, 128)),
+        ((9, 0), (192, 128), STEPS[:1]),
+        pytest.param((8, 0), (192, 128), STEPS, marks=pytest.mark.slow),
+        pytest.param((8, 9), (256, 256), STEPS, marks=pytest.mark.slow),
+        pytest.param((9, 0), (192, 128), STEPS, marks=pytest.mark.slow),
     ],
-    ids=["sm_80", "sm_89", "sm_90"],
+    ids=["sm_90 one step", "sm_80", "sm_89", "sm_90"],
 )
-def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
-    cases = ("step", "long step", "step of a group of 16", "step of small blocks")
+def test_a_steps_kernels_compile(without_interpreter, capability, head_dims, cases):
     found = compiled(without_interpreter, capability, head_dims, ("nsa", "append", "rotate"), *cases)
     assert {each["kernel"] for each in found} == STEP_KERNELS
     assert_within_shared_memory(found, capability)

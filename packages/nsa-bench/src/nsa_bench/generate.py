@@ -1,9 +1,9 @@
 """`nsa-bench generate`: tokens per second of text generation with NSA, and with dense models of the same sizes.
 
-`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the cache's own CUDA graph and as Transformers compiles it on a
-GPU. `transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache, which it compiles too. `graph` is a step of the dense
-twin over full caches of fixed length, by the fastest dense kernel; on a GPU it is one CUDA graph of all layers, without a sampling loop.
-Weights are random, and tokens are the likeliest ones.
+`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the cache's own CUDA graph and as Transformers compiles it.
+`transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache, which it compiles on a GPU. `nsa graph` and `dense graph`
+are a step of the decoder without a sampling loop, one CUDA graph of all layers on a GPU: NSA over the caches of a prompt, and the dense twin over
+full caches of fixed length by the fastest dense kernel. Weights are random, and tokens are the likeliest ones.
 """
 
 import gc
@@ -35,11 +35,13 @@ from nsa_core.testing.tolerances import largest, max_error
 
 GPU_PROMPT, CPU_PROMPT = "8k,16k,64k", "128"
 GPU_BATCH, CPU_BATCH = "1,16", "1"
-WAYS = ("nsa", "nsa compiled", "graph", "transformers")
+WAYS = ("nsa", "nsa compiled", "nsa graph", "dense graph", "transformers")
 SETTLING = 4
 """Tokens of a generation, after the first, that are not timed: steps are captured then."""
 LOOPS, LOOP_STEPS = 3, 20
-"""A step of `graph` takes the median of so many loops, each divided by its steps."""
+"""A step by graph takes the median of so many loops, each divided by its steps."""
+ROOM = 2 + LOOPS * LOOP_STEPS + 1
+"""Steps of a measurement by graph: before a capture and in it, the warm-up, the loops."""
 
 
 @frozen(kw_only=True)
@@ -99,10 +101,10 @@ class GenerateResult:
     step_ms: dict[str, float] = attrs.field(factory=dict)
     """Way -> time of a new token of every sequence."""
     prompt_ms: dict[str, float] = attrs.field(factory=dict)
-    """Way -> time until the first new token; `graph` reads no prompt."""
+    """Way -> time until the first new token, of the ways with a sampling loop."""
     reasons: dict[str, str] = attrs.field(factory=dict)
     kernel: str = ""
-    """The dense kernel of `graph`."""
+    """The dense kernel of `dense graph`."""
 
     def tokens_per_second(self, way: str) -> float | None:
         """Return new tokens of all sequences per second."""
@@ -156,8 +158,8 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     """Return the figures of all ways, one after another."""
     result = GenerateResult(case=case)
     ways: dict[str, Callable[[GenerateCase, torch.device], dict[str, Any]]] = {
-        "nsa": partial(_nsa, is_compiled=False), "nsa compiled": partial(_nsa, is_compiled=True), "graph": _dense_by_graph,
-        "transformers": _by_transformers,
+        "nsa": partial(_nsa, is_compiled=False), "nsa compiled": partial(_nsa, is_compiled=True), "nsa graph": _nsa_by_graph,
+        "dense graph": _dense_by_graph, "transformers": _by_transformers,
     }  # fmt: skip
     for way in WAYS:
         # sizes of earlier cases would be compiled as symbols, and a compiled model is a cycle of references
@@ -237,6 +239,42 @@ def times_of_generate(model: Any, case: GenerateCase, device: torch.device, **op
     began, times = generated()
     steps = [later - earlier for earlier, later in pairwise(times[SETTLING:])]
     return {"prompt_ms": 1e3 * (times[0] - began), "step_ms": 1e3 * median(steps)}
+
+
+def _nsa_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with device:
+        step = NSAStep(case.model_config("nsa"), case).to(device, case.dtype).eval()
+        step.fill()
+    call = replay_of(step, device) if device.type == "cuda" else step
+    times = {"step_ms": back_to_back_ms(call, device, warm_ups=1, loops=LOOPS, count=LOOP_STEPS)}
+    for cache in step.caches:
+        cache.check()
+    return times
+
+
+class NSAStep(nn.Module):
+    """A step of an NSA decoder over static caches: the next token of every sequence, which the caches take."""
+
+    def __init__(self, config: Any, case: GenerateCase) -> None:
+        """Build the decoder of `config`, an `NSAModelConfig`."""
+        super().__init__()
+        self.case = case
+        self.decoder = Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()])
+        self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
+        self.caches: list[Any] = []
+
+    def fill(self) -> None:
+        """Read a random prompt into new caches, which have room for the steps of a measurement."""
+        case = self.case
+        self.caches = self.decoder.new_caches(case.batch, case.prompt + ROOM, static=True, count_reads=False)
+        self.decoder.hidden(self.decoder.embedding(torch.randint(0, case.vocab_size, (case.batch, case.prompt))), caches=self.caches)
+
+    def forward(self) -> Tensor:
+        """Return the next ids `(B, 1)`, which the next call reads."""
+        ids = self.get_buffer("ids")
+        logits: Tensor = self.decoder(ids, caches=self.caches)
+        return ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
 
 def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -340,7 +378,7 @@ def to_rows(one: GenerateResult, common: dict[str, Any]) -> list[dict[str, Any]]
             "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
             "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
             "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
-            "kernel": one.kernel if way == "graph" else "", "reason": one.reasons.get(way, ""), **common,
+            "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
         }
         for way in WAYS
     ]  # fmt: skip

@@ -37,6 +37,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         from lm_eval import simple_evaluate
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
@@ -48,7 +49,9 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     try:
         built = [ConfigurableTask(config=config) for config in configs]
-        return dict(simple_evaluate(model=wrapped, tasks=built, limit=limit, log_samples=False))
+        # without an index of lm-eval's own tasks, which takes seconds
+        manager = TaskManager(include_defaults=False)
+        return dict(simple_evaluate(model=wrapped, tasks=built, task_manager=manager, limit=limit, log_samples=False))
     except NSAError:
         raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
