@@ -1,9 +1,9 @@
 """`nsa-bench generate`: tokens per second of text generation with NSA, and with dense models of the same sizes.
 
-`nsa` and `nsa compiled` are `generate` of nsa-transformers with a static cache, by the cache's own CUDA graph and as Transformers compiles it.
-`transformers` is `generate` of Transformers' own dense model (SDPA) with a static cache, which it compiles on a GPU. `nsa graph` and `dense graph`
-are a step of the decoder without a sampling loop, one CUDA graph of all layers on a GPU: NSA over the caches of a prompt, and the dense twin over
-full caches of fixed length by the fastest dense kernel. Weights are random, and tokens are the likeliest ones.
+`nsa` is `generate` of nsa-transformers with a static cache, whose step is a CUDA graph on a GPU. `transformers` is `generate` of Transformers' own
+dense model (SDPA) with a static cache, which it compiles on a GPU. `nsa graph` and `dense graph` are a step of the decoder without a sampling loop,
+one CUDA graph of all layers on a GPU: NSA over the caches of a prompt, and the dense twin over full caches of fixed length by the fastest dense
+kernel. Weights are random, and tokens are the likeliest ones.
 """
 
 import gc
@@ -35,7 +35,7 @@ from nsa_core.testing.tolerances import largest, max_error
 
 GPU_PROMPT, CPU_PROMPT = "8k,16k,64k", "128"
 GPU_BATCH, CPU_BATCH = "1,16", "1"
-WAYS = ("nsa", "nsa compiled", "nsa graph", "dense graph", "transformers")
+WAYS = ("nsa", "nsa graph", "dense graph", "transformers")
 SETTLING = 4
 """Tokens of a generation, after the first, that are not timed: steps are captured then."""
 LOOPS, LOOP_STEPS = 3, 20
@@ -158,8 +158,7 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     """Return the figures of all ways, one after another."""
     result = GenerateResult(case=case)
     ways: dict[str, Callable[[GenerateCase, torch.device], dict[str, Any]]] = {
-        "nsa": partial(_nsa, is_compiled=False), "nsa compiled": partial(_nsa, is_compiled=True), "nsa graph": _nsa_by_graph,
-        "dense graph": _dense_by_graph, "transformers": _by_transformers,
+        "nsa": _nsa, "nsa graph": _nsa_by_graph, "dense graph": _dense_by_graph, "transformers": _by_transformers,
     }  # fmt: skip
     for way in WAYS:
         # sizes of earlier cases would be compiled as symbols, and a compiled model is a cycle of references
@@ -180,14 +179,12 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     return result
 
 
-def _nsa(case: GenerateCase, device: torch.device, *, is_compiled: bool) -> dict[str, Any]:
-    from transformers import CompileConfig
-
+def _nsa(case: GenerateCase, device: torch.device) -> dict[str, Any]:
     from nsa_transformers import NSAForCausalLM
 
     torch.manual_seed(0)
     model = NSAForCausalLM(case.model_config("nsa")).to(device, case.dtype).eval()
-    return times_of_generate(model, case, device, **({"compile_config": CompileConfig()} if is_compiled else {}))
+    return times_of_generate(model, case, device)
 
 
 def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -216,10 +213,8 @@ class Stamps:
         return scores
 
 
-def times_of_generate(model: Any, case: GenerateCase, device: torch.device, **options: Any) -> dict[str, float]:
+def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> dict[str, float]:
     """Return the time in ms until a prompt's first token, and the median of those of the tokens after SETTLING more.
-
-    `options` are those of `generate`.
 
     The loop of `generate` reads each token on the host, so a wait for the GPU at each token adds little.
     """
@@ -229,7 +224,7 @@ def times_of_generate(model: Any, case: GenerateCase, device: torch.device, **op
         stamps, began = Stamps(device), time.perf_counter()
         ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=case.num_generated, do_sample=False,
-            cache_implementation="static", logits_processor=[stamps], **options,
+            cache_implementation="static", logits_processor=[stamps],
         )  # fmt: skip
         assert ids.shape == (case.batch, case.context), "the models have no id that ends a text"
         return began, stamps.times
