@@ -10,7 +10,7 @@ from nsa_core import BlockGeometry, NSAConfig, Operation, Reason
 from nsa_core.backends.base import BranchRequest, Keys, NewBlocks, NewRows
 from nsa_core.compression import build_compressor
 from nsa_core.config import RopeScaling
-from nsa_core.kv_cache import NSACache
+from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.rope import RotaryEmbedding, unrotated
 from nsa_core.testing.conformance import check_backend
@@ -85,7 +85,8 @@ def make(case: Case) -> Twin:
         head_dim_v=case.head_dim_v, geometry=case.geometry, compressor=case.phi, kv=case.kv,
     )  # fmt: skip
     caches = tuple(
-        NSACache(config, len(case.starts), case.capacity, static=True, dtype=case.dtype, device=DEVICE, **case.options) for _ in range(2)
+        NSACache(config, len(case.starts), case.capacity, CacheOptions(static=True, **case.options), dtype=case.dtype, device=DEVICE)
+        for _ in range(2)
     )
     generator = torch.Generator().manual_seed(0)
     for cache in caches:

@@ -33,7 +33,7 @@ from nsa_core.backends.base import Keys, NewBlocks, Queries
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.gating import gated_sum
-from nsa_core.kv_cache import NSACache
+from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.selection import choose_blocks, pool_importance
 from nsa_core.telemetry import AttentionObserver, count_reads
@@ -258,7 +258,7 @@ class DecodeStep:
             hidden_size=shape.num_heads, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
             head_dim_v=shape.head_dim_v, geometry=case.geometry, compressor="mean",
         )  # fmt: skip
-        self.cache = NSACache(config, case.batch, case.context, static=True, dtype=case.dtype, device=device)
+        self.cache = NSACache(config, case.batch, case.context, CacheOptions(static=True), dtype=case.dtype, device=device)
         generator = torch.Generator(device).manual_seed(0)
         for stores in (self.cache.keys, self.cache.values):
             for store in stores.values():

@@ -38,7 +38,7 @@ from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import NSAConfig
-from nsa_core.kv_cache import NSACache
+from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.telemetry import AttentionObserver
 from nsa_core.testing.inputs import Inputs
@@ -190,7 +190,7 @@ class Prompt:
 
     def new_cache(self) -> NSACache:
         """Return an empty cache with room for the prompt."""
-        return NSACache(self.config, 1, self.case.seq_len, static=True, dtype=self.case.dtype, device=self.device)
+        return NSACache(self.config, 1, self.case.seq_len, CacheOptions(static=True), dtype=self.case.dtype, device=self.device)
 
     @torch.no_grad()
     def read_tile(self, cache: NSACache, start: int, tokens: int, observers: tuple[AttentionObserver, ...] = ()) -> Tensor:

@@ -16,7 +16,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.dispatch import make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
-from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step, streams
+from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, CacheOptions, NSACache, Step, streams
 from nsa_core.operands import BranchKeys, keys_of, queries_of
 from nsa_core.reference.rows import positions_of
 from nsa_core.rope import RotaryEmbedding, rotate, unrotated
@@ -136,14 +136,14 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> NSACache:
-        """Return an empty cache on `device` (None: the weights' own); see `NSACache`. `dtype` None: autocast's, or the weights' own."""
+        """Return an empty cache on `device` (None: the weights' own); see `NSACache` and `CacheOptions`.
+
+        `dtype` None: autocast's, or the weights' own.
+        """
         weight = self.q_proj.weight
         if dtype is None and weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
-        return NSACache(
-            self.config,
-            batch_size,
-            max_seqlen,
+        options = CacheOptions(
             static=static,
             page_size=page_size,
             num_pages=num_pages,
@@ -152,6 +152,12 @@ class NativeSparseAttention(nn.Module):
             keep_raw=keep_raw,
             count_reads=count_reads,
             step_graphs=step_graphs,
+        )
+        return NSACache(
+            self.config,
+            batch_size,
+            max_seqlen,
+            options,
             num_kv_heads=self._num_kv_heads(),
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device if device is None else device,

@@ -22,6 +22,7 @@ from nsa_core import (
 )
 from nsa_core.backends.base import Keys, NewRows, Queries
 from nsa_core.config import BRANCHES
+from nsa_core.kv_cache import CacheOptions
 from nsa_core.reference.append import join_rows, write_rows
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -376,7 +377,7 @@ def test_reordered_sequences_keep_their_own_bounds(random_layer, random_input):
 
 def test_reordered_by_indices_that_are_not_read_every_sequence_gets_the_largest_bound_and_depth():
     # the meta device stands for a GPU: nothing there can be read on the host
-    cache = NSACache(CONFIG, 3, 20, max_rollback=4, device="meta")
+    cache = NSACache(CONFIG, 3, 20, CacheOptions(max_rollback=4), device="meta")
     cache.end_step(cache.begin_step(18, int32([3, 18, 7])))
     cache.crop([3, 0, 1])
 
@@ -396,7 +397,7 @@ def test_reordered_by_indices_that_are_not_read_every_sequence_gets_the_largest_
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_new_cache_reordered_by_indices_that_are_not_read_is_as_new(count):
-    cache = NSACache(CONFIG, 2, 20, max_rollback=4, device="meta")
+    cache = NSACache(CONFIG, 2, 20, CacheOptions(max_rollback=4), device="meta")
 
     cache.reorder(torch.zeros(count, dtype=torch.int64, device="meta"))
 
@@ -511,7 +512,7 @@ def test_a_query_count_that_does_not_fit_is_refused(random_layer, random_input, 
 )
 def test_a_size_that_is_too_small_or_no_integer_is_refused(batch_size, max_seqlen, max_rollback):
     with pytest.raises(InputError) as caught:
-        NSACache(CONFIG, batch_size, max_seqlen, max_rollback=max_rollback)
+        NSACache(CONFIG, batch_size, max_seqlen, CacheOptions(max_rollback=max_rollback))
 
     assert str(caught.value) == (
         f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
@@ -841,7 +842,7 @@ def test_shared_keys_and_values_are_stored_once_and_the_window_reads_the_selecte
     # G (D_k + D_v) numbers of 8 bytes for each row of the stores
     assert sum(store.nbytes for stores in (shared.keys, shared.values) for store in stores.values()) == 2 * sum(rows.values()) * 2 * 11 * 8
 
-    without = NSACache(attrs.evolve(CONFIG, kv="shared", branches=("cmp", "win")), 2, 1000, max_rollback=3)
+    without = NSACache(attrs.evolve(CONFIG, kv="shared", branches=("cmp", "win")), 2, 1000, CacheOptions(max_rollback=3))
     assert {name: store.shape[1] for name, store in without.keys.items()} == {
         **{name: rows[name] for name in ("cmp", "raw")},
         "win": 5 - 1 + 3,
@@ -849,7 +850,7 @@ def test_shared_keys_and_values_are_stored_once_and_the_window_reads_the_selecte
 
 
 def test_a_window_that_shares_copies_nothing_however_long_the_step(random_layer):
-    cache = NSACache(attrs.evolve(CONFIG, kv="shared"), 1, 100, max_rollback=0)
+    cache = NSACache(attrs.evolve(CONFIG, kv="shared"), 1, 100, CacheOptions(max_rollback=0))
     step, k, v = cache.begin_step(50, None), torch.zeros(1, 50, 2, 6), torch.zeros(1, 50, 2, 5)
 
     found = cache.window({name: cache.new_rows(name, k, v) for name in ("slc", "raw")}, step)

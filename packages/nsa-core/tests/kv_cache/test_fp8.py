@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_core import BlockGeometry, InputError, NSACache, NSAConfig
+from nsa_core.kv_cache import CacheOptions
 from nsa_core.kv_cache import cache as cache_module
 from nsa_core.reference.append import to_fp8
 
@@ -88,8 +89,8 @@ def test_a_number_is_stored_within_a_sixteenth_or_a_half_step_of_its_rows_smalle
 @pytest.mark.parametrize("kv", SHARINGS)
 def test_the_token_stores_take_half_the_bytes_and_scales(kv):
     config = NSAConfig(64, 64, 4, 192, 128, geometry=BlockGeometry(), gate_hidden_size=8, kv=kv)
-    options = {"static": True, "max_rollback": 0, "dtype": torch.bfloat16, "device": "meta"}
-    plain, small = (NSACache(config, 16, 65536, kv_dtype=kv_dtype, **options) for kv_dtype in (None, FP8))
+    options = [CacheOptions(static=True, max_rollback=0, kv_dtype=kv_dtype) for kv_dtype in (None, FP8)]
+    plain, small = (NSACache(config, 16, 65536, each, dtype=torch.bfloat16, device="meta") for each in options)
 
     tokens = 65536 + (511 if kv == "separate" else 0)
     assert plain.nbytes - small.nbytes == 16 * tokens * 4 * ((192 + 128) * 1 - 2 * 4)

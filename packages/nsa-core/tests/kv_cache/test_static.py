@@ -20,6 +20,7 @@ from nsa_core import (
     attention,
 )
 from nsa_core.backends.base import FusedOutput
+from nsa_core.kv_cache import CacheOptions
 from nsa_core.kv_cache import cache as cache_module
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -247,14 +248,17 @@ def test_fewer_sequences_are_not_an_order(random_layer):
 
 def test_a_static_cache_needs_a_bound_and_is_allocated_whole(random_layer):
     with pytest.raises(InputError, match=r"max_seqlen=None with static=True \(a static cache is allocated once, whole\)"):
-        NSACache(CONFIG, 1, static=True)
+        NSACache(CONFIG, 1, options=CacheOptions(static=True))
 
     assert random_layer(CONFIG).new_cache(1, 5000, static=True).keys["slc"].shape[1] == 5000
 
 
 def test_a_static_cache_of_another_batch_size_or_config_is_refused_and_nothing_is_written(random_layer, random_input):
     layer = random_layer(CONFIG)
-    others = layer.new_cache(3, 8, static=True), NSACache(attrs.evolve(CONFIG, gate="softmax"), 2, 8, dtype=torch.float64, static=True)
+    others = (
+        layer.new_cache(3, 8, static=True),
+        NSACache(attrs.evolve(CONFIG, gate="softmax"), 2, 8, CacheOptions(static=True), dtype=torch.float64),
+    )
 
     for cache, message in zip(others, ("the cache holds 3 sequences, x has 2", "the cache was built for another config"), strict=True):
         with pytest.raises(InputError, match=message):
@@ -284,7 +288,7 @@ def test_the_bytes_of_a_cache_follow_the_formula(kv):
     """P at 64k, batch 16 in bfloat16, on the meta device: within 3 % of k, v, compressed and tail bytes."""
     geometry = BlockGeometry()
     config = NSAConfig(64, 64, 4, 192, 128, geometry=geometry, gate_hidden_size=8, kv=kv)
-    cache = NSACache(config, 16, 65536, static=True, max_rollback=0, dtype=torch.bfloat16, device="meta")
+    cache = NSACache(config, 16, 65536, CacheOptions(static=True, max_rollback=0), dtype=torch.bfloat16, device="meta")
 
     rows = 65536 + (65536 - 32) // 16 + 1 + 31 + (511 if kv == "separate" else 0)
     assert cache.nbytes == 16 * rows * 4 * (192 + 128) * 2

@@ -12,7 +12,7 @@ from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from attrs import evolve
+from attrs import asdict, evolve, frozen
 from cyclopts import App, CycloptsError, Parameter
 
 from nsa_core.environment import version_lines
@@ -328,6 +328,20 @@ def sample(
     return 0
 
 
+@Parameter(name="*")
+@frozen(kw_only=True)
+class RecallSizes:
+    """The sizes of the tasks of recall."""
+
+    depths: Annotated[int, Parameter(help="Number of depths for passkey.")] = 5
+    samples: Annotated[int, Parameter(help="Sequences of each length and depth.")] = 20
+    symbols: Annotated[int | None, Parameter(help="Ids per alphabet for recall; the run's by default.")] = None
+    pairs: Annotated[int | None, Parameter(help="Pairs for mqar; the run's by default, else 8.")] = None
+
+
+DEFAULT_SIZES = RecallSizes()
+
+
 @app.command(name="eval")
 def evaluate(
     model: Annotated[Path, Parameter(name="RUN_OR_EXPORT", help="A run, a checkpoint, or a folder of `ckpt export --format hf`.")],
@@ -341,15 +355,12 @@ def evaluate(
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")
     ] = None,
-    depths: Annotated[int, Parameter(help="Number of depths for passkey.")] = 5,
-    samples: Annotated[int, Parameter(help="Sequences of each length and depth.")] = 20,
     twin: Annotated[Path | None, Parameter(help="A dense run or export of the same shape; block-recall uses its attention.")] = None,
     mode: Annotated[
         list[str] | None,
         Parameter(negative="", help=f"The selected branch: {listed(Mode)}. Repeatable; all by default."),
     ] = None,
-    symbols: Annotated[int | None, Parameter(help="Ids per alphabet for recall; the run's by default.")] = None,
-    pairs: Annotated[int | None, Parameter(help="Pairs for mqar; the run's by default, else 8.")] = None,
+    recall: RecallSizes = DEFAULT_SIZES,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU.")] = "cpu",
     seed: Annotated[int, Parameter(help="Equal seeds give equal figures.")] = 1,
     out: Annotated[Path | None, Parameter(help="Directory of eval.json, eval.csv and eval.png; evals/NAME-TIME by default.")] = None,
@@ -361,11 +372,8 @@ def evaluate(
         modes=mode or (),
         lengths=lengths,
         texts=text or (),
-        depths=depths,
-        samples=samples,
-        symbols=symbols,
-        pairs=pairs,
         seed=seed,
+        **asdict(recall),
     )
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)

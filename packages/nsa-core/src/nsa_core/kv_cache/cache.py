@@ -17,9 +17,10 @@ from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
+from nsa_core.kv_cache.options import DEFAULTS, CacheOptions
 from nsa_core.kv_cache.pages import PageTable
 from nsa_core.kv_cache.step_graphs import StepGraphs
-from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, StoreOptions, Stores
+from nsa_core.kv_cache.stores import StoreOptions, Stores
 from nsa_core.reference.append import join_rows
 from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
@@ -51,68 +52,42 @@ class NSACache:
         config: NSAConfig,
         batch_size: int,
         max_seqlen: int | None = None,
+        options: CacheOptions = DEFAULTS,
         *,
-        static: bool = False,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-        max_rollback: int = DEFAULT_MAX_ROLLBACK,
-        keep_raw: bool = False,
-        count_reads: bool = True,
-        step_graphs: bool | None = None,
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
 
-        The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
-        its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
-
-        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks have `num_pages`
-        pages (None: enough for all sequences), and `reserve` gives pages to a sequence; such stores do not grow.
-        `kv_dtype=torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per
-        token and KV head; phi and the choice of blocks read unconverted values.
-
-        `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
-        to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
-        heads of this rank, where tensor parallelism shares them out; None: the config's.
-
-        `step_graphs`: the layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `graphs`. None: it does
-        if the cache is static and on a GPU, and if a capture fails, a warning says so and steps run eagerly.
+        `num_kv_heads`: the KV heads of this rank, where tensor parallelism shares them out; None: the config's.
 
         Raises:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
                 a page that does not hold whole selection blocks, an unknown kv_dtype, or step_graphs of a cache that is not static or not on a GPU.
         """
-        _check_sizes(batch_size, max_seqlen, max_rollback, static=static, page_size=page_size)
-        may_capture = static and torch.device(device).type == "cuda"
-        if step_graphs and not may_capture:
-            raise InputError(
-                f"step_graphs=True with static={static} on {device} (a CUDA graph holds a step of a static cache on a GPU); "
-                "use static=True and a GPU, or leave it out"
-            )
-        is_fixed = static or page_size is not None
+        options.check(batch_size, max_seqlen, device)
         self.config = config
         self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
-        self.max_rollback = UNLIMITED if keep_raw else max_rollback
+        self.max_rollback = UNLIMITED if options.keep_raw else options.max_rollback
         heads = config.num_kv_heads if num_kv_heads is None else num_kv_heads
-        self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
+        self.pages = None if options.page_size is None else self._page_table(batch_size, options.page_size, options.num_pages, device)
         """The pages of a paged cache, None for another one."""
-        capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
+        capacity = self.max_seqlen if options.is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
         # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
-        options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
-        self.stores = Stores(config, batch_size, heads, options, device)
+        self.stores = Stores(
+            config, batch_size, heads, StoreOptions(capacity, self.max_rollback, dtype, options.kv_dtype, self.pages), device
+        )
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
-        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if static else HostBounds(batch_size)
+        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if options.static else HostBounds(batch_size)
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
         """Shape and dtype of q, and `Step.in_place`, of steps that passed the checks; cleared when stores are replaced."""
         # Table 4 counts all three branches; a layer with fewer counts nothing
-        counts = count_reads and len(config.branches) == len(BRANCHES)
+        counts = options.count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
-        self.graphs = StepGraphs(may_fail=step_graphs is None) if (may_capture if step_graphs is None else step_graphs) else None
+        self.graphs = StepGraphs(may_fail=options.step_graphs is None) if options.captures(device) else None
         """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
         `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
@@ -397,16 +372,6 @@ class NSACache:
                     f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
                 )
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
-
-
-def _check_sizes(batch_size: int, max_seqlen: int | None, max_rollback: int, *, static: bool, page_size: int | None) -> None:
-    if not (checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(max_rollback, 0)):
-        raise InputError(
-            f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (integers of at least 0, 1 and 0); use 1, 4096 and 64"
-        )
-    if max_seqlen is None and (static or page_size is not None):
-        kind = "static=True (a static cache" if static else f"page_size={page_size} (a table of pages"
-        raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
 
 
 def _reads_of(counts: Tensor) -> Reads:

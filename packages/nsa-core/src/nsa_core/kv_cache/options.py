@@ -1,0 +1,67 @@
+"""What a cache can be asked for, apart from its sizes."""
+
+import torch
+from attrs import frozen
+
+from nsa_core import checks
+from nsa_core.errors import InputError
+from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
+
+
+@frozen(kw_only=True)
+class CacheOptions:
+    """How an `NSACache` stores tokens and runs steps; the keywords of a layer's `new_cache`.
+
+    The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
+    its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
+    """
+
+    static: bool = False
+    page_size: int | None = None
+    """Tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks have pages, `reserve` gives them to a
+    sequence, and such stores do not grow."""
+    num_pages: int | None = None
+    """None: enough for all sequences."""
+    kv_dtype: torch.dtype | None = None
+    """`torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per token and KV head;
+    phi and the choice of blocks read unconverted values."""
+    max_rollback: int = DEFAULT_MAX_ROLLBACK
+    """How far `crop` may go back, in tokens."""
+    keep_raw: bool = False
+    """Keep every raw token, so that `crop` may go back to the start."""
+    count_reads: bool = True
+    """Count the tokens that each step reads, where all three branches exist."""
+    step_graphs: bool | None = None
+    """The layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `NSACache.graphs`. None: it does if the cache is
+    static and on a GPU, and if a capture fails, a warning says so and steps run eagerly."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return True if the stores never grow."""
+        return self.static or self.page_size is not None
+
+    def captures(self, device: torch.device | str) -> bool:
+        """Return True if the layer captures the steps of a cache on `device`."""
+        return (self.static and torch.device(device).type == "cuda") if self.step_graphs is None else self.step_graphs
+
+    def check(self, batch_size: int, max_seqlen: int | None, device: torch.device | str) -> None:
+        """Raise InputError for sizes below 1 (batch_size, max_rollback: below 0) or no integers, or options that do not go together."""
+        is_size = (
+            checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(self.max_rollback, 0)
+        )
+        if not is_size:
+            raise InputError(
+                f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={self.max_rollback} "
+                "(integers of at least 0, 1 and 0); use 1, 4096 and 64"
+            )
+        if max_seqlen is None and self.is_fixed:
+            kind = "static=True (a static cache" if self.static else f"page_size={self.page_size} (a table of pages"
+            raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
+        if self.step_graphs and not (self.static and torch.device(device).type == "cuda"):
+            raise InputError(
+                f"step_graphs=True with static={self.static} on {device} (a CUDA graph holds a step of a static cache on a GPU); "
+                "use static=True and a GPU, or leave it out"
+            )
+
+
+DEFAULTS = CacheOptions()
