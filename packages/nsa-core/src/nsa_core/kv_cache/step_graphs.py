@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -76,7 +77,8 @@ class CudaCapture:
 
 def _free_generator(x: Tensor, stream: torch.cuda.Stream) -> None:
     """Capture an addition, after a capture that failed: torch leaves its random generator in that one, and then refuses every draw."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+    # the error that is raised is the first one
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         x + 1
 
 
