@@ -78,7 +78,7 @@ def stages() -> list[Stage]:
     return [
         Stage("built pages", hatch("run", "docs:pages"), 10, is_pytest=False),
         Stage("newest Triton", (*newest, *workers, "packages/nsa-kernels-triton"), 30),
-        Stage("newest Triton compiles", (*newest, *workers, "-m", "slow", "-k", "compile and not more_cases", COMPILE_CHECKS), 20),
+        Stage("newest Triton compiles", (*newest, *workers, *SLOW_COMPILES), 20),
         Stage("peers", (*newest, "packages/nsa-bench/tests/test_peers.py"), 5),
         Stage("oldest Transformers", (*hatch("run", "oldest:python", "-m", "pytest", "-q"), *workers, *TRANSFORMERS), 20),
         Stage("interpreter without patches", (*python, *workers, "--unpatched-interpreter", *UNPATCHED_SAMPLE), 20),
@@ -87,8 +87,11 @@ def stages() -> list[Stage]:
     ]
 
 
-COMPILE_CHECKS = "packages/nsa-kernels-triton/tests/test_targets.py"
-"""Compilation for sm_80, sm_89 and sm_90a; CI has a part of it."""
+SLOW_COMPILES = (
+    *("-m", "slow", "--timeout=1800", "-k", "(compile or choice) and not more_cases"),
+    "packages/nsa-kernels-triton/tests/test_targets.py",
+)
+"""Compilation for sm_80, sm_89 and sm_90a; CI has the rest of it."""
 TRANSFORMERS = ("packages/nsa-transformers", "packages/nsa-train/tests/checkpoint/test_hugging_face.py")
 """Tests that use Transformers."""
 UNPATCHED_SAMPLE = (

@@ -146,7 +146,7 @@ def test_a_token_takes_the_median_interval_behind_the_first_ones(monkeypatch: py
 
 
 def test_a_way_that_fails_has_a_reason_and_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(*_: Any, **options: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("no [memory]")
 
     monkeypatch.setattr(generate, "_by_transformers", fail)

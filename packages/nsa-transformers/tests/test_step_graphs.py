@@ -1,5 +1,6 @@
 """Captured steps of a whole model on a CPU, where a stand-in of a CUDA graph runs the recorded step again."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,27 +100,132 @@ def test_drafts_that_are_taken_back_leave_no_trace_in_captured_steps(
     assert cache.replays > 0
 
 
-def test_a_changed_weight_and_asked_for_states_are_seen(
+def test_captured_steps_equal_those_of_a_cache_without_graphs(
     tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
 ) -> None:
     model = tiny_model()
-    cache = graphed(model)
-    token = prompt[:, :1]
+    cache, twin = graphed(model), NSAModelCache(model.config, 40, static=True)
+    tokens = torch.randint(0, 40, (30, 2, 1), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :7] = 0
+
+    def step(number: int) -> Tensor:
+        found, expected = (model(tokens[number], past_key_values=each).logits for each in (cache, twin))
+        assert torch.equal(found, expected), number
+        assert int(cache.get_seq_length()) == int(twin.get_seq_length())
+        return found
+
+    with torch.no_grad():
+        for each in (cache, twin):
+            model(prompt, attention_mask=mask, past_key_values=each)
+        for number in range(4):
+            step(number)
+        for each in (cache, twin):
+            each.crop(-2)
+        step(4)
+        for each in (cache, twin):
+            each.reorder_cache(torch.tensor([1, 1]))
+        first, second = step(5)
+        assert not torch.equal(first, second)
+        for each in (cache, twin):
+            each.reset()
+            model(prompt[:, :9], past_key_values=each)
+        step(6)
+        assert (cache.captures, cache.replays) == (1, 6)
+
+
+def test_a_copy_captures_steps_of_its_own(
+    tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
+) -> None:
+    model = tiny_model()
+    cache, token = graphed(model), prompt[:, :1]
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        assert copied.graphs is not None
+        assert not copied.graphs.forms
+        assert copied.layers[0].length is copied.layers[1].length
+        assert copied.layers[0].length is not cache.layers[0].length
+
+        expected = model(token, past_key_values=cache).logits
+        assert torch.equal(model(token, past_key_values=copied).logits, expected)
+
+
+def test_a_replaced_weight_is_seen(tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor) -> None:
+    model = tiny_model()
+    cache, token = graphed(model), prompt[:, :1]
     with torch.no_grad():
         model(prompt, past_key_values=cache)
         for _ in range(3):
             model(token, past_key_values=cache)
         assert (cache.captures, cache.replays) == (1, 2)
 
-        # the next step runs eagerly, since a graph may have read the old weight
         model.blocks[1].mlp.up.weight = torch.nn.Parameter(model.blocks[1].mlp.up.weight * 2)
-        model(token, past_key_values=cache)
-        assert (cache.captures, cache.replays) == (1, 2)
-        model(token, past_key_values=cache)
-        assert (cache.captures, cache.replays) == (2, 3)
+        # eager, then captured again
+        for counts in ((1, 2), (2, 3)):
+            model(token, past_key_values=cache)
+            assert (cache.captures, cache.replays) == counts
 
-        # from now on Transformers' hooks are on the layers
-        states = model(token, past_key_values=cache, output_hidden_states=True).hidden_states
-        assert len(states) == 3
+
+def test_steps_with_recorded_states_run_eagerly_from_then_on(
+    tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
+) -> None:
+    model = tiny_model()
+    cache, token = graphed(model), prompt[:, :1]
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        assert len(model(token, past_key_values=cache, output_hidden_states=True).hidden_states) == 3
+        # Transformers leaves its hooks on the layers
         model(token, past_key_values=cache)
-        assert (cache.captures, cache.replays) == (2, 3)
+    assert (cache.captures, cache.replays) == (1, 2)
+
+
+class Scaled(NSAForCausalLM):
+    """A model with a factor that no graph would notice."""
+
+    factor = 1.0
+
+    def hidden(self, *inputs: Any, **options: Any) -> Tensor:
+        return self.factor * super().hidden(*inputs, **options)
+
+
+def test_a_subclass_with_layers_of_its_own_is_not_captured(
+    tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
+) -> None:
+    model = tiny_model()
+    model.__class__ = Scaled
+    cache = graphed(model)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        for _ in range(3):
+            model(prompt[:, :1], past_key_values=cache)
+    assert (cache.captures, cache.replays) == (0, 0)
+
+
+@pytest.mark.hardware(capability=(8, 0))
+@pytest.mark.parametrize("kind", ["nsa", "shared", "mixed"])
+def test_a_models_graphs_give_the_tokens_of_eager_steps(tiny_model: Callable[..., NSAForCausalLM], prompt: Tensor, kind: str) -> None:
+    model = tiny_model(kind, hidden_size=64).cuda()
+    ids, mask = prompt.cuda(), torch.ones_like(prompt).cuda()
+    mask[0, :7] = 0
+    asked = {"max_new_tokens": COUNT, "do_sample": False, "return_dict_in_generate": True}
+    cases: list[dict[str, Any]] = [{}, {"attention_mask": mask}, {"num_beams": 2}]
+    for options in cases:
+        caches = [NSAModelCache(model.config, 40, static=True, step_graphs=step_graphs) for step_graphs in (True, False)]
+        if "num_beams" in options:
+            # beams repeat the batch, and a static cache keeps its own
+            found = [model.generate(ids, cache_implementation=name, **asked, **options).sequences for name in ("static", "dynamic")]
+        else:
+            found = [model.generate(ids, past_key_values=cache, **asked, **options).sequences for cache in caches]
+            assert caches[0].graphs is not None
+            assert any(graph is not None for graph in caches[0].graphs.forms.values())
+            assert caches[1].graphs is None
+        assert torch.equal(*found), options
+    cache = caches[0]
+    cache.reset()
+    again = model.generate(ids, past_key_values=cache, **asked).sequences
+    assert torch.equal(again, model.generate(ids, cache_implementation="dynamic", **asked).sequences)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         InputError,
         NSAError,
     )
-    from nsa_core.kv_cache import NSACache
+    from nsa_core.kv_cache import CacheOptions, NSACache
     from nsa_core.module import NativeSparseAttention
     from nsa_core.plugins.manager import default_plugins, default_registry, load_plugins
     from nsa_core.serialization import config_from_dict, config_from_toml, config_to_dict, config_to_toml
@@ -63,7 +63,7 @@ _HOMES = {
     "config": ("BlockGeometry", "NSAConfig", "RopeScaling"),
     "dispatch": ("explain_routing",),
     "errors": ("BackendUnavailableError", "CacheOverflowError", "ConfigError", "DuplicateBackendError", "InputError", "NSAError"),
-    "kv_cache": ("NSACache",),
+    "kv_cache": ("CacheOptions", "NSACache"),
     "module": ("NativeSparseAttention",),
     "plugins.manager": ("default_plugins", "default_registry", "load_plugins"),
     "serialization": ("config_from_dict", "config_from_toml", "config_to_dict", "config_to_toml"),
@@ -78,6 +78,7 @@ __all__ = [
     "BranchBackend",
     "BranchOutput",
     "BranchRequest",
+    "CacheOptions",
     "CacheOverflowError",
     "Capability",
     "ConfigError",

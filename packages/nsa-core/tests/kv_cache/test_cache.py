@@ -1,5 +1,7 @@
 """The cache: any split of a sequence gives what one pass gives, and stores, counts and rollbacks are right."""
 
+import inspect
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import (
     BlockGeometry,
+    CacheOptions,
     CacheOverflowError,
     InputError,
     NativeSparseAttention,
@@ -22,7 +25,6 @@ from nsa_core import (
 )
 from nsa_core.backends.base import Keys, NewRows, Queries
 from nsa_core.config import BRANCHES
-from nsa_core.kv_cache import CacheOptions
 from nsa_core.reference.append import join_rows, write_rows
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -944,3 +946,10 @@ def test_operands_that_autocast_may_cast_say_nothing_of_append() -> None:
     assert attention._autocast(queries, keys)[0].follows_append
     with torch.autocast("cpu", torch.bfloat16):
         assert not attention._autocast(queries, keys)[0].follows_append
+
+
+def test_a_layer_takes_the_options_of_a_cache_with_its_defaults():
+    keywords = inspect.signature(NativeSparseAttention.new_cache).parameters
+    options = {field.name: field.default for field in attrs.fields(CacheOptions)}
+    assert {name: keywords[name].default for name in options} == options
+    assert set(keywords) - set(options) == {"self", "batch_size", "max_seqlen", "dtype", "device"}

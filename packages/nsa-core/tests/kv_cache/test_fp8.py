@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_core import BlockGeometry, InputError, NSACache, NSAConfig
-from nsa_core.kv_cache import CacheOptions
+from nsa_core import BlockGeometry, CacheOptions, InputError, NSACache, NSAConfig
 from nsa_core.kv_cache import cache as cache_module
 from nsa_core.reference.append import to_fp8
 

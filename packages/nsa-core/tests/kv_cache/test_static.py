@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_core import (
     BackendRegistry,
     BlockGeometry,
+    CacheOptions,
     CacheOverflowError,
     Capability,
     InputError,
@@ -20,7 +21,6 @@ from nsa_core import (
     attention,
 )
 from nsa_core.backends.base import FusedOutput
-from nsa_core.kv_cache import CacheOptions
 from nsa_core.kv_cache import cache as cache_module
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)

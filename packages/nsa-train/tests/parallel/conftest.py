@@ -21,14 +21,16 @@ TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="session")
-def ranks(tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+def ranks(
+    request: pytest.FixtureRequest, tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Path, list[Any]]]:
     """A function from a scenario and a world size to its folder and the findings of each rank.
 
     The scenarios of a world size run one after another in the same processes, which take longer to start than to run. The processes
     of pytest-xdist share one such run: the first that needs it starts it, and others wait.
     """
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(request.config, "workerinput"):
         shared = shared.parent
 
     @functools.cache
@@ -38,7 +40,8 @@ def ranks(tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.Te
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                # fails if another process has tried, and its ranks failed
+                if folder.exists():
+                    pytest.fail(f"the {world_size} rank(s) of an earlier test failed; see what it says")
                 folder.mkdir()
                 start(world_size, folder)
                 done.touch()

@@ -20,15 +20,15 @@ class NSACacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, max_cache_len: int | None, *, static: bool, max_rollback: int, keep_raw: bool) -> None:
-        """Start without tensors; see `NSAModelCache`."""
+    def __init__(self, max_cache_len: int | None, *, static: bool, **options: Any) -> None:
+        """Start without tensors; `options` are those of `NSAModelCache`."""
         super().__init__()
         self.max_cache_len, self.is_compileable = max_cache_len, static
-        self.options = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "count_reads": False}
+        self.options: dict[str, Any] = {"static": static, "count_reads": False, **options}
         self.store: Any = None
         """An `nsa_core.NSACache` or `DenseCache`; None before the first tokens."""
         self.length: Any = 0
-        """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
+        """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which the layers on one device share."""
 
     def start(self, attention: Any, x: Tensor) -> None:
         """Allocate the stores for sequences x `(B, S, hidden_size)` of the module `attention`, if there are none yet."""
@@ -48,7 +48,7 @@ class NSACacheLayer(CacheLayerMixin):
         return int(self.store.batch_size)
 
     def advance(self, num_tokens: int) -> None:
-        """Add `num_tokens` columns of a step to the length."""
+        """Add `num_tokens` columns of a step to the length, of a static cache also to that of the other layers on its device."""
         if self.is_compileable:
             self.length.add_(num_tokens)
         else:
@@ -81,7 +81,7 @@ class NSACacheLayer(CacheLayerMixin):
             self.length = self.length.zero_() if self.is_compileable else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every sequence.
+        """Forget the last `-tokens_to_remove` tokens of every sequence; the length, which layers share, is `NSAModelCache.crop`'s.
 
         Raises:
             InputError: for a count above 0, which older versions of transformers understood as the length to keep.
@@ -148,25 +148,29 @@ class NSAModelCache(Cache):
         static: bool = False,
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
+        step_graphs: bool | None = None,
     ) -> None:
         """Start empty, for the layers of `config` (an `NSAModelConfig`).
 
         `static`: `max_cache_len` tokens are allocated at once, and a step may be compiled or captured; else the stores grow.
-        `max_rollback`: how many tokens `crop` may take back; `keep_raw`: any number.
+        `max_rollback`: how many tokens `crop` may take back; `keep_raw`: any number. `step_graphs`: False captures no step of a static
+        cache on a GPU; None: see `graphs`.
 
         Raises:
             InputError: for a static cache without `max_cache_len`.
         """
         if static and max_cache_len is None:
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
-        self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
+        self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "step_graphs": step_graphs}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.described = described_layers(config)
         """The description of the layers for which it was built."""
         self.deferred: Deferred | None = None
         """Tokens that the layers process before the next step; None if there are none."""
         self.graphs: StepGraphs | None = None
-        """The captured steps of a model whose static cache is on one GPU."""
+        """The captured steps of all layers and the last norm, of a static cache on one GPU: the first step of a form (batch, up to 16 new
+        tokens) runs eagerly, the second is captured, later ones are replayed. A capture that fails is told by a warning, with
+        `step_graphs=True` by an error."""
         self._advancing: list[NSACacheLayer] = []
         """Layers whose lengths a step advances: those of a static cache on one device share a tensor."""
 
@@ -209,8 +213,8 @@ class NSAModelCache(Cache):
             for layer in self.layers:
                 layer.length = by_device[layer.length.device].length
             self._advancing = list(by_device.values())
-            if [device.type for device in by_device] == ["cuda"]:
-                self.graphs = StepGraphs(may_fail=True, known=GRAPH_MODULES)
+            if [device.type for device in by_device] == ["cuda"] and self.options["step_graphs"] is not False:
+                self.graphs = StepGraphs(may_fail=not self.options["step_graphs"], known=GRAPH_MODULES)
 
     def defer(self, x: Tensor, mask: Tensor | None) -> None:
         """Keep the embedded tokens `x` `(B, S, hidden_size)`, the first ones, until a step follows."""

@@ -213,10 +213,11 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         stores = [layer.store for layer in cache.layers]
         if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
-        if padding is None and cache.graphs is not None and not (recorded or self.config.output_hidden_states):
-            outputs = BaseModelOutputWithPast(
-                last_hidden_state=cache.graphs.run(self, stores, x, None, lambda rows, _: self.hidden(rows, caches=stores))
-            )
+        # a replay records no states, and would not notice what a subclass adds to its layers
+        may_replay = padding is None and not (recorded or self.config.output_hidden_states) and type(self).hidden is Decoder.hidden
+        if cache.graphs is not None and may_replay:
+            last = cache.graphs.run(self, stores, x, None, lambda rows, _: self.hidden(rows, caches=stores))
+            outputs = BaseModelOutputWithPast(last_hidden_state=last)
         elif padding is None:
             outputs = self._recorded(recorded, x, caches=stores)
         else:
@@ -330,7 +331,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return True if `generate` compiles its steps: only where a `compile_config` asks for it.
 
-        A step over a static cache on a GPU is one CUDA graph without it (`NSAModelCache.graphs`), which is faster.
+        The layers of a step over a static cache on a GPU are one CUDA graph without it (`NSAModelCache.graphs`), which is faster.
         """
         is_asked_for = generation_config.compile_config is not None
         return is_asked_for and bool(super()._valid_auto_compile_criteria(model_kwargs, generation_config))

@@ -65,3 +65,4 @@ class CacheOptions:
 
 
 DEFAULTS = CacheOptions()
+"""Those of `NSACache` and of `new_cache`."""

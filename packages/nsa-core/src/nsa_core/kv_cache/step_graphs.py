@@ -26,6 +26,7 @@ MOST_ROWS = 16
 """Rows of a sequence up to which a step is captured: longer ones take longer than their launches, and their graphs much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SETTINGS = ("config", "registry", "telemetry")
+"""Attributes of a module that decide what its forward does."""
 PARTS = ("bounds", "stores", "pages")
 """Attributes of a cache that hold tensors."""
 KNOWN = ("nsa_core", "torch")
@@ -65,10 +66,11 @@ class CudaCapture:
                 with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                     return body()
             except BaseException:
-                # torch raises before it leaves the stream
-                torch.cuda.set_stream(current)
                 _free_generator(x, stream)
                 raise
+            finally:
+                # where a capture fails, torch raises before it leaves the stream
+                torch.cuda.set_stream(current)
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -253,8 +255,8 @@ class StepGraphs:
             self.has_failed = True
             self.forms.clear()
             warnings.warn(
-                f"a step of the static cache could not be captured as a CUDA graph ({error}), so all of its steps run eagerly; "
-                "new_cache(..., step_graphs=False) does so from the start",
+                f"a step over static caches could not be captured as a CUDA graph ({error}), and is not tried again; "
+                "step_graphs=False of the cache leaves the attempt out",
                 stacklevel=2,
             )
             return None
