@@ -321,7 +321,6 @@ print("done")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed (nvidia-cuda-sanitizer-api, PATH, /usr/local/cuda/bin)")
 @pytest.mark.parametrize(
     ("tool", "calls"),
     [
@@ -332,6 +331,8 @@ print("done")
     ],
 )
 def test_compute_sanitizer_finds_nothing(tool, calls):
+    if SANITIZER is None:
+        pytest.skip("compute-sanitizer is not installed (nvidia-cuda-sanitizer-api, PATH, /usr/local/cuda/bin)")
     version = subprocess.run([SANITIZER, "--version"], capture_output=True, text=True, check=True).stdout
     year, release = map(int, re.findall(r"Version (\d+)\.(\d+)", version)[0])
     if (tool, calls) == ("racecheck", DECODE) and (year, release) < FIRST_RACECHECK_OF_CLUSTERS:

@@ -117,3 +117,14 @@ def test_growth_costs_a_compilation_and_changes_no_number(random_layer, random_i
 
     assert (cache.stores.capacity, recompiled) == (32, 1)
     torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_is_made_in_a_compiled_call(random_layer, random_input):
+    layer, x = random_layer(CONFIG["separate"]), random_input(2, 9, 8)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def prefill(x):
+        return layer(x, cache=layer.new_cache(2, 12, static=True))
+
+    with torch.no_grad():
+        torch.testing.assert_close(prefill(x), layer(x))

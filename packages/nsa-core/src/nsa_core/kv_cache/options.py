@@ -1,16 +1,16 @@
 """What a cache can be asked for, apart from its sizes."""
 
+from typing import NamedTuple
+
 import torch
-from attrs import frozen
 
 from nsa_core import checks
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
 
 
-@frozen(kw_only=True)
-class CacheOptions:
-    """How an `NSACache` stores tokens and runs steps; the keywords of a layer's `new_cache`.
+class CacheOptions(NamedTuple):
+    """How an `NSACache` stores tokens and runs steps; the keywords of a layer's `new_cache`. `torch.compile` traces a named tuple.
 
     The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
     its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
