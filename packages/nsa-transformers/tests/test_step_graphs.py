@@ -66,6 +66,16 @@ def graphed() -> Callable[..., Graphed]:
     return lambda model: Graphed(model.config, 40, static=True)
 
 
+@torch.no_grad()
+def stepped(model: NSAForCausalLM, graphed: Callable[..., Graphed], prompt: Tensor) -> Graphed:
+    """Return a cache that holds the prompt and three more tokens: an eager step, one that is captured, a replay."""
+    cache = graphed(model)
+    model(prompt, past_key_values=cache)
+    for _ in range(3):
+        model(prompt[:, :1], past_key_values=cache)
+    return cache
+
+
 @pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
 def test_captured_steps_give_the_tokens_from_scratch(
     tiny_model: Callable[..., NSAForCausalLM],
@@ -134,15 +144,10 @@ def test_captured_steps_equal_those_of_a_cache_without_graphs(
         assert (cache.captures, cache.replays) == (1, 6)
 
 
-def test_a_copy_captures_steps_of_its_own(
-    tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
-) -> None:
-    model = tiny_model()
-    cache, token = graphed(model), prompt[:, :1]
+def test_a_copy_starts_without_graphs(tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor) -> None:
+    model, token = tiny_model(), prompt[:, :1]
+    cache = stepped(model, graphed, prompt)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        for _ in range(3):
-            model(token, past_key_values=cache)
         copied = copy.deepcopy(cache)
         assert copied.graphs is not None
         assert not copied.graphs.forms
@@ -154,12 +159,9 @@ def test_a_copy_captures_steps_of_its_own(
 
 
 def test_a_replaced_weight_is_seen(tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor) -> None:
-    model = tiny_model()
-    cache, token = graphed(model), prompt[:, :1]
+    model, token = tiny_model(), prompt[:, :1]
+    cache = stepped(model, graphed, prompt)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        for _ in range(3):
-            model(token, past_key_values=cache)
         assert (cache.captures, cache.replays) == (1, 2)
 
         model.blocks[1].mlp.up.weight = torch.nn.Parameter(model.blocks[1].mlp.up.weight * 2)
@@ -169,15 +171,12 @@ def test_a_replaced_weight_is_seen(tiny_model: Callable[..., NSAForCausalLM], gr
             assert (cache.captures, cache.replays) == counts
 
 
-def test_steps_with_recorded_states_run_eagerly_from_then_on(
+def test_a_model_that_recorded_states_replays_no_step_from_then_on(
     tiny_model: Callable[..., NSAForCausalLM], graphed: Callable[..., Graphed], prompt: Tensor
 ) -> None:
-    model = tiny_model()
-    cache, token = graphed(model), prompt[:, :1]
+    model, token = tiny_model(), prompt[:, :1]
+    cache = stepped(model, graphed, prompt)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        for _ in range(3):
-            model(token, past_key_values=cache)
         assert len(model(token, past_key_values=cache, output_hidden_states=True).hidden_states) == 3
         # Transformers leaves its hooks on the layers
         model(token, past_key_values=cache)
@@ -198,11 +197,7 @@ def test_a_subclass_with_layers_of_its_own_is_not_captured(
 ) -> None:
     model = tiny_model()
     model.__class__ = Scaled
-    cache = graphed(model)
-    with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        for _ in range(3):
-            model(prompt[:, :1], past_key_values=cache)
+    cache = stepped(model, graphed, prompt)
     assert (cache.captures, cache.replays) == (0, 0)
 
 

@@ -1,6 +1,6 @@
 """Keys and values of past tokens, per branch, for chunked prefill and decode.
 
-`cache.py` has NSACache, which the layer talks to, and `options.py` what it can be asked for. `stores.py` holds the tensors, `bounds.py` knows
+`cache.py` has NSACache, which the layer talks to, and `options.py` its options. `stores.py` holds the tensors, `bounds.py` knows
 how many tokens each sequence holds and may take back: on the host for a cache that grows, on the device for a static one. `growth.py` is the
 part of a step that runs on the host, for a cache that grows. `streams.py` lets parts of a captured step run concurrently, `step_graphs.py`
 captures and replays the steps of static caches.

@@ -1,4 +1,4 @@
-"""What a cache can be asked for, apart from its sizes."""
+"""The options of a cache, apart from its sizes."""
 
 from typing import NamedTuple
 
