@@ -56,6 +56,35 @@ def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.Cap
     assert "ms a step (compared in " in printed.err
 
 
+def test_stores_of_fp8_are_checked_and_timed_as_well() -> None:
+    plan = plan_of(context="7,100", batch="3", kv_dtype="fp8")
+    for case in plan.cases:
+        step = DecodeStep(case, plan.device, "auto")
+        assert step.slc.k.dtype == step.win.v.dtype == torch.float8_e4m3fn
+        assert step.cmp.k.dtype == torch.float32
+        result = measure_case(case, plan)
+        assert result.failure is None
+        assert result.times["total"] > 0
+        assert result.best_dense() is not None
+        assert decode.to_row(result, {})["kv_dtype"] == "float8_e4m3fn"
+
+
+def test_a_scale_of_fp8_that_is_wrong_fails_the_check() -> None:
+    step = DecodeStep(plan_of(context="100", batch="3", kv_dtype="fp8").cases[0], torch.device("cpu"), "auto")
+    step.append()
+    attend = step.attend
+
+    def attend_with_larger_values(*args: Any, **options: Any) -> Tensor:
+        assert step.slc.v_scale is not None
+        step.slc.v_scale.mul_(2)
+        out = attend(*args, **options)
+        step.slc.v_scale.div_(2)
+        return out
+
+    step.attend = attend_with_larger_values  # type: ignore[method-assign]
+    assert "out is off by" in (step.check().failure or "")
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
@@ -176,6 +205,6 @@ def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsy
 def test_every_option_and_column_is_on_the_reference_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text()
     plan = plan_of(context="20", batch="1")
-    names = [f"--{field.name}" for field in attrs.fields(DecodeOptions) if field.name not in ("baseline", "peers")]
+    names = [f"--{field.name.replace('_', '-')}" for field in attrs.fields(DecodeOptions) if field.name not in ("baseline", "peers")]
     columns = list(decode.to_row(measure_case(plan.cases[0], plan), {}))
     assert [name for name in (*names, "--no-baseline", "--no-peers", *columns) if f"`{name}" not in page] == []

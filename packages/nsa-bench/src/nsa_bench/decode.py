@@ -30,10 +30,13 @@ from nsa_bench.routes import check_name
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
 from nsa_core.backends.base import Keys, NewBlocks, Queries
+from nsa_core.backends.layouts import keys_in_rows
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.gating import gated_sum
 from nsa_core.kv_cache import CacheOptions, NSACache
+from nsa_core.kv_cache.stores import Stores
+from nsa_core.reference.append import to_fp8
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.selection import choose_blocks, pool_importance
 from nsa_core.telemetry import AttentionObserver, count_reads
@@ -59,9 +62,11 @@ class DecodeCase:
     batch: int
     geometry: BlockGeometry
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
+    """The dtype of the selected and the sliding branch's stores; None: `dtype`."""
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.context} tokens, batch {self.batch}"
+        return f"{self.shape}, {self.context} tokens, batch {self.batch}{', stores of FP8' if self.kv_dtype else ''}"
 
 
 @frozen(kw_only=True)
@@ -129,12 +134,13 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
     contexts = parse_lengths(given(options.context, GPU_CONTEXTS if is_gpu else CPU_CONTEXTS), "--context")
     batches = parse_lengths(given(options.batch, GPU_BATCHES if is_gpu else CPU_BATCHES), "--batch")
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
+    kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else None
     shapes = parse_shapes(options.shapes)
     odd = [shape for shape in shapes if shape.head_dim_qk % 2]
     if odd:
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
     cases = tuple(
-        DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype)
+        DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype, kv_dtype=kv_dtype)
         for shape, batch, context in product(shapes, batches, contexts)
     )
     parts = parse_parts(options.parts)
@@ -184,12 +190,13 @@ def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
         checked = time.perf_counter()
         result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
-            dense = dense_decode_kernels(step.queries.q[:, 0], step.slc.k, step.slc.v) if plan.has_baselines else {}
+            slc = keys_in_rows(step.slc, case.dtype)
+            dense = dense_decode_kernels(step.queries.q[:, 0], slc.k, slc.v) if plan.has_baselines else {}
             times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
             dense_times, dense_notes = _times(dense, plan.device)
-            del dense
+            del dense, slc
             result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes))
-            result = measure_peers(step, result) if plan.has_peers else result
+            result = measure_peers(step, result) if plan.has_peers and case.kv_dtype is None else result
             result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))
@@ -248,6 +255,20 @@ class _Record(AttentionObserver):
         self.block_indices, self.positions = block_indices, positions
 
 
+def fill_with_noise(stores: Stores, generator: torch.Generator) -> None:
+    """Fill `stores` with normal random numbers; those of FP8, and their scales, with what `append` would write for them."""
+    for tensors, scales in ((stores.keys, stores.key_scales), (stores.values, stores.value_scales)):
+        for name, store in tensors.items():
+            if name not in scales:
+                store.normal_(generator=generator)
+                continue
+            # a sequence at a time, since float32 takes four times the memory
+            for numbers, row_scales in zip(store, scales[name], strict=True):
+                drawn, found = to_fp8(torch.randn(numbers.shape, device=store.device, generator=generator))
+                numbers.copy_(drawn)
+                row_scales.copy_(found)
+
+
 class DecodeStep:
     """A static cache of random numbers, and a step of one token of each sequence."""
 
@@ -258,11 +279,11 @@ class DecodeStep:
             hidden_size=shape.num_heads, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
             head_dim_v=shape.head_dim_v, geometry=case.geometry, compressor="mean",
         )  # fmt: skip
-        self.cache = NSACache(config, case.batch, case.context, CacheOptions(static=True), dtype=case.dtype, device=device)
+        self.cache = NSACache(
+            config, case.batch, case.context, CacheOptions(static=True, kv_dtype=case.kv_dtype), dtype=case.dtype, device=device
+        )
         generator = torch.Generator(device).manual_seed(0)
-        for stores in (self.cache.keys, self.cache.values):
-            for store in stores.values():
-                store.normal_(generator=generator)
+        fill_with_noise(self.cache.stores, generator)
 
         def normal(heads: int, width: int) -> Tensor:
             return torch.randn(case.batch, 1, heads, width, device=device, generator=generator).to(case.dtype)
@@ -350,10 +371,12 @@ class DecodeStep:
         def branch(keys: Keys, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """Return out, out by MATH, and weights over the rows at `positions` (B, G, m); those before 0 or after the last are not seen."""
             rows = positions.clamp(0, last) % keys.k.shape[1] if keys.ring else positions.clamp(0, last)
-            k, v = (x[few].transpose(1, 2).gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (keys.k, keys.v))
+            k_scale, v_scale = (scale if scale is None else scale[few] for scale in (keys.k_scale, keys.v_scale))
+            held = keys_in_rows(keys._replace(k=keys.k[few], v=keys.v[few], k_scale=k_scale, v_scale=v_scale), torch.float32)
+            k, v = (x.transpose(1, 2).gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (held.k, held.v))
             is_seen = ((positions >= 0) & (positions <= last)).unsqueeze(2)
             with sdpa_kernel(SDPBackend.MATH):
-                by_torch = scaled_dot_product_attention(q, k, v, attn_mask=is_seen)
+                by_torch = scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=is_seen)
             scores = q.double() @ k.double().mT * self.case.shape.head_dim_qk**-0.5
             weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
             exact, by_torch = (x.flatten(1, 2).unsqueeze(1) for x in (weights @ v.double(), by_torch))
@@ -393,6 +416,7 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
         "S": one.case.context, **times, "reads_actual_decode": one.reads_actual, "reads_expected_decode": one.reads_expected,
         "batch": one.case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
         "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "dtype": str(one.case.dtype).removeprefix("torch."),
+        "kv_dtype": str(one.case.kv_dtype or one.case.dtype).removeprefix("torch."),
         "ms_dense": one.best_dense(), "graph_ms_dense": one.best_dense("graph "),
         "dense": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.dense.items()),
         "ms_peer": one.best_peer(), "graph_ms_peer": one.best_peer("graph "),

@@ -75,6 +75,9 @@ class DecodeOptions:
     batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,4,16,64, on cpu 2 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+    kv_dtype: Annotated[
+        Literal["fp8"] | None, Parameter(help="Dtype of the selected and the sliding branch's stores; that of the rows by default.")
+    ] = None
     backend: Backend = "auto"
     parts: Annotated[str, Parameter(help="Parts to time: some of total, append, attend, cmp, sel, win, by commas; or all.")] = (
         "total,append,attend"
