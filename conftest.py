@@ -1,7 +1,13 @@
 """Settings of every test run: the hardware marker, and how many examples hypothesis tries."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # a process per core: more threads would wait for each other. Torch reads this when it is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # the first example pays for torch's warm-up, so no deadline
 settings.register_profile("fast", max_examples=25, deadline=None)

@@ -138,4 +138,6 @@ def _error(line: list[Measurement]) -> tuple[Text, Text]:
 
 def number(value: float | None) -> str:
     """Return a figure to four digits, "-" for none."""
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{float(f'{value:.4g}'):,.0f}"
