@@ -130,7 +130,12 @@ def share_heads(rank: int, config: NSAConfig) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"compressor": "conv"}, {"compressor": "mean", "qk_norm": True}, {"kv": "shared", "qk_norm": True}],
+    [
+        {},
+        pytest.param({"compressor": "conv"}, marks=pytest.mark.slow),
+        pytest.param({"compressor": "mean", "qk_norm": True}, marks=pytest.mark.slow),
+        {"kv": "shared", "qk_norm": True},
+    ],
     ids=["mlp", "conv", "qk_norm", "shared"],
 )
 def test_half_of_the_heads_on_each_rank_equals_one_process(tmp_path, changes):

@@ -109,7 +109,7 @@ SHAPES = {
     # the first keys of late rows lie beyond the first tile of keys
     "one head": shape_of(260, (192, 128), (1, 1)),
 }
-IN_THE_SLOW_TIER = {"packed 128", "192", "192 192", "80", "160", "no initial block", "two of each"}
+IN_THE_SLOW_TIER = {"batch", "packed 128", "192", "192 192", "80", "160", "no initial block", "two of each"}
 """Shapes of which each takes many seconds in the simulator."""
 
 
@@ -206,7 +206,7 @@ def test_future_tokens_never_change_past_gradients():
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [pytest.param((64, 64), marks=pytest.mark.slow), (192, 128)], ids=str)
 def test_future_tokens_change_no_bit_of_past_outputs_and_choices(head_dims):
     properties.check_past_outputs_and_choices(shape_of(560, head_dims, heads=(2, 1)), 525, WHERE)
 
@@ -483,7 +483,7 @@ def test_rows_of_extreme_scores_are_done_again(attend, simulated):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [pytest.param((128, 128), marks=pytest.mark.slow), (192, 128)], ids=str)
 def test_nan_reaches_the_rows_that_the_table_says(head_dims, extremes):
     shape = shape_of(200, head_dims, (16, 1))
     inputs, token, block = make_inputs(shape, torch.float32), 141, 7

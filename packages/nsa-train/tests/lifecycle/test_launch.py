@@ -96,7 +96,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
         assert "trainer.py" in run.stackdump(rank).read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGHUP, 75, marks=pytest.mark.slow), (signal.SIGINT, 130)])
 def test_a_closed_terminal_and_ctrl_c_save_too(tiny_recipe: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     run = RunDirectory(tmp_path / "run")
     with _started(*ENDLESS, recipe=tiny_recipe, out=run.root) as process:
@@ -171,7 +171,7 @@ def test_ranks_whose_launcher_was_killed_save_and_end(tiny_recipe: Path, tmp_pat
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize(("strategy", "killed"), [("ddp", 1), ("fsdp", 0)])
+@pytest.mark.parametrize(("strategy", "killed"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("fsdp", 0)])
 def test_the_peers_of_a_rank_that_died_say_so_in_a_line(tiny_recipe: Path, tmp_path: Path, strategy: str, killed: int) -> None:
     run, peer = RunDirectory(tmp_path / "run"), 1 - killed
     words = [word.replace("train.strategy=ddp", f"train.strategy={strategy}") for word in ENDLESS]
