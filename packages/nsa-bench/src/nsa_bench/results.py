@@ -31,8 +31,8 @@ def describe() -> dict[str, Any]:
 
 
 def facts_of(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return machine, versions and commit as columns of a row."""
-    return {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
+    """Return machine, versions and commit as columns of a row; None for what `environment` lacks."""
+    return {name: environment.get(name) for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
 
 
 class Output:

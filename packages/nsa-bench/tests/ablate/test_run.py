@@ -67,6 +67,15 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     elsewhere = ["ablate", str(plan_file), "--out", str(out / "elsewhere"), "--json", str(out / "b.json"), "--earlier", str(out / "a.json")]
     assert run_command(elsewhere) == 0
     assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
+    # each trial names where it ran; those of an older file are its writer's
+    assert {trial["ran_on"]["torch"] for trial in content["trials"]} == {content["environment"]["torch"]}
+    old = {**content, "environment": content["environment"] | {"gpu": "Other GPU"}}
+    old["trials"] = [{name: value for name, value in trial.items() if name != "ran_on"} for trial in content["trials"]]
+    (out / "a.json").write_text(json.dumps(old))
+    assert run_command(elsewhere) == 0
+    merged = json.loads((out / "b.json").read_text())
+    assert [trial["ran_on"]["gpu"] for trial in merged["trials"]] == ["Other GPU"] * 2
+    assert merged["environment"]["gpu"] is None
     assert not list((out / "elsewhere/runs").iterdir())
     # finished trials are not run again
     began = time.monotonic()

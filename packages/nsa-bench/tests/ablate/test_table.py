@@ -26,6 +26,7 @@ def result_of(variant: Variant, seed: int, loss: float, **fields: Any) -> TrialR
         "right": 0.5,
         "toks_per_s": 10.0,
         "curve": [(10, loss)],
+        "ran_on": {},
     }
     return TrialResult(variant=variant, seed=seed, val_loss=loss, by_position=[], **(known | fields))
 

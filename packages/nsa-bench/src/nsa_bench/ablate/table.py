@@ -55,7 +55,8 @@ def run_ablation(
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
 
     def write() -> list[TrialResult]:
-        results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
+        commit = output.environment["commit"]
+        results = [*known.values(), *(_result(folder, commit) for folder in folders if folder.judged.is_file())]
         if results:
             output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         return results
@@ -89,6 +90,8 @@ class TrialResult:
     """(step, loss on held-out rows)"""
     by_position: list[dict[str, Any]]
     """The fields of `nsa_train.evaluation.positions.Bucket`."""
+    ran_on: dict[str, Any]
+    """Time, machine, versions and commit of its start, as in `facts_of`: another machine may write the file."""
 
 
 class Mean(NamedTuple):
@@ -134,7 +137,7 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = [(trial.pop("variant"), trial) for trial in map(dict, content["trials"])]
-        name = content["plan"]
+        name, ran_on = content["plan"], facts_of(content.get("environment") or {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             f"--earlier={str(path)!r} holds no results of an ablation ({type(error).__name__}); name a file of --json"
@@ -149,7 +152,9 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
                 f"(plan {plan.name!r} has no such trial); name a file of this plan"
             )
         try:
-            results.append(TrialResult(**{**figures, "variant": trial.variant, "curve": [(step, loss) for step, loss in figures["curve"]]}))
+            curve = [(step, loss) for step, loss in figures["curve"]]
+            # a file without `ran_on` holds trials of one machine, which wrote it
+            results.append(TrialResult(**{"ran_on": ran_on, **figures, "variant": trial.variant, "curve": curve}))
         except (TypeError, ValueError, KeyError):
             raise OptionError(
                 f"--earlier={str(path)!r} lacks figures of {variant!r} (another version wrote it); run the trial again"
@@ -157,7 +162,9 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
     return results
 
 
-def _result(folder: TrialFolder) -> TrialResult:
+def _result(folder: TrialFolder, commit: str | None) -> TrialResult:
+    """Return the figures of a finished trial; `commit` is for a run that knows none."""
+    environment = load_json(folder.run.environment)
     metrics, curve = load_json(folder.run.metrics), [(int(row["step"]), row["val_loss"]) for row in read_rows(folder.run.validation)]
     losses = [loss for _, loss in curve]
     by_position = load_json(folder.judged)["by_position"]
@@ -174,6 +181,7 @@ def _result(folder: TrialFolder) -> TrialResult:
         toks_per_s=statistics.median(row["toks_per_s"] for row in read_rows(folder.run.training)),
         curve=curve,
         by_position=by_position,
+        ran_on=facts_of(environment | {"commit": environment.get("commit") or commit}),
     )
 
 
