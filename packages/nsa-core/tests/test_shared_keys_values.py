@@ -159,7 +159,7 @@ def test_future_tokens_never_change_past_outputs_or_choices(random_layer, random
     assert not leaf.grad[:, row + 1 :].any()
 
 
-@pytest.mark.parametrize("branches", [BRANCHES, ("slc", "win")], ids="-".join)
+@pytest.mark.parametrize("branches", [BRANCHES, pytest.param(("slc", "win"), marks=pytest.mark.slow)], ids="-".join)
 def test_a_compiled_layer_gives_the_same_outputs_and_gradients(random_layer, random_input, branches):
     layer, x = random_layer(attrs.evolve(CONFIG, branches=branches)), random_input(2, 21, 8)
     expected, gradients = of_weighted_sum(layer, x)

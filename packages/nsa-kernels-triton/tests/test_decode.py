@@ -509,8 +509,14 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kv", ["separate", "shared"])
-@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize(
+    ("options", "kv"),
+    [
+        pytest.param(options, kv, marks=pytest.mark.slow if kv == "shared" and name != "static" else (), id=f"{name}-{kv}")
+        for name, options in CACHES.items()
+        for kv in ("separate", "shared")
+    ],
+)
 def test_a_layers_steps_take_the_three_launches(
     options: dict[str, Any], kv: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
 ) -> None:

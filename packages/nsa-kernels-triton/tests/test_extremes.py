@@ -211,7 +211,7 @@ def rows_of_tile(rows: set[int], num_queries: int, tile: int, heads_per_group: i
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tiles are those of the interpreter")
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 def test_nan_reaches_the_rows_that_the_table_says(backend: str, name: str, value: float) -> None:

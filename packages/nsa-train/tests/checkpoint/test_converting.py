@@ -178,7 +178,9 @@ def test_what_fails_while_it_is_verified_leaves_nothing(dense: Callable[..., Pat
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_a_signal_ends_a_conversion_and_leaves_nothing(dense: Callable[..., Path], tmp_path: Path, number: int, code: int) -> None:
     source = dense(num_hidden_layers=60, intermediate_size=2048)
     before = sorted(tmp_path.iterdir())

@@ -161,7 +161,10 @@ def test_a_taught_choice_finds_the_blocks_that_the_teacher_reads(tiny_config, tm
     assert taught > without + 0.2
 
 
-@pytest.mark.parametrize("overrides", [[], ["train.activation_checkpointing=full", "train.accumulate=2"], ["train.precision=bf16"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param([], marks=pytest.mark.slow), ["train.activation_checkpointing=full", "train.accumulate=2"], ["train.precision=bf16"]],
+)
 def test_a_taught_run_goes_on_exactly_and_saves_no_teacher(tmp_path, tiny_recipe, dense_run, overrides) -> None:
     sets = [WEIGHT, f"train.selection_teacher={dense_run}", "train.save_every=2", "train.samples=false", *overrides]
 

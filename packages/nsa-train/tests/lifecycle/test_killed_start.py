@@ -34,8 +34,15 @@ def _kill_in(place: str, words: list[str]) -> None:
             run.kill()
 
 
-@pytest.mark.parametrize("words", [[], ["--resume", "auto"]])
-@pytest.mark.parametrize("place", ["open_dataset", "Recorder"])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("open_dataset", []),
+        ("Recorder", ["--resume", "auto"]),
+        pytest.param("open_dataset", ["--resume", "auto"], marks=pytest.mark.slow),
+        pytest.param("Recorder", [], marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_killed_before_its_first_record_starts_again(
     tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: list[str]
 ) -> None:
