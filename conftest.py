@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # a process per core: more threads would wait for each other. Torch reads this when it is imported
+    # several processes share the cores: more threads would wait for each other. Torch reads this when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # the first example pays for torch's warm-up, so no deadline

@@ -15,7 +15,7 @@ from nsa_bench.attention.targets import Target, target_jobs
 from nsa_bench.cases import SHAPES, Case, head_shape, parse_geometry
 from nsa_bench.measurement import Direction, Measurement, Setup, Timing
 from nsa_bench.options import ResultFiles
-from nsa_bench.reporting import collect
+from nsa_bench.reporting import collect, number
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder
 
@@ -32,6 +32,14 @@ ONE = Measurement(
 @pytest.fixture
 def console():
     return Console(file=io.StringIO(), width=120)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.012341, "0.01234"), (-3.0, "-3"), (9999.4, "9999"), (9999.6, "10,000"), (15094.3, "15,090"), (-2.5e6, "-2,500,000")],
+)
+def test_figures_have_four_digits_and_no_exponent_above_ten_thousand(value, text):
+    assert number(value) == text
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path, console):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 NUMBERS = (bool, int, float)
-MOST_NUMBERS = 4096
-"""Constants of a shape that are kept."""
+MOST_NUMBERS = 1024
+"""The largest number of converted constants that are kept."""
 
 
 def make_quick(interpreter: Any) -> None:
@@ -118,7 +118,7 @@ def _once_a_pair(convert: Callable[..., Any], tensor: type) -> Callable[..., Any
         div_or_mod: bool = False,
     ) -> Any:  # fmt: skip
         flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        of_lhs, of_rhs = (x.type.name if isinstance(x, tensor) else (type(x), x) for x in (lhs, rhs))
+        of_lhs, of_rhs = (x.type.name if isinstance(x, tensor) else (type(x), x or repr(x)) for x in (lhs, rhs))
         if isinstance(of_lhs, str) and isinstance(of_rhs, str):
             return convert_tensors(semantic, lhs, rhs, *flags)
         key = (of_lhs, of_rhs, flags)

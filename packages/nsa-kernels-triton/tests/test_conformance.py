@@ -37,8 +37,8 @@ class Some:
     def _is_dear(self, request: BranchRequest) -> bool:
         """Return True of the longer edge lengths, of groups, head dimensions and many sequences in half precision, of most float16.
 
-        The fused operation over packed rows, caches and ragged rows is left out in half precision too: test_low_precision.py and test_decode.py
-        have such calls.
+        The fused operation over packed rows, caches and ragged rows is left out in half precision too: the slow tier has all of them, test_decode.py
+        has caches, and test_cuda.py packed rows on a GPU.
         """
         if request.dtype == torch.float16 and self.operation not in (Operation.SELECT, Operation.WIN):
             return True

@@ -190,17 +190,25 @@ def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
         checked = time.perf_counter()
         result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
-            slc = keys_in_rows(step.slc, case.dtype)
-            dense = dense_decode_kernels(step.queries.q[:, 0], slc.k, slc.v) if plan.has_baselines else {}
+            dense, dense_failed = _dense_kernels(step) if plan.has_baselines else ({}, [])
             times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
             dense_times, dense_notes = _times(dense, plan.device)
-            del dense, slc
-            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes))
+            del dense
+            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_failed, *dense_notes))
             result = measure_peers(step, result) if plan.has_peers and case.kv_dtype is None else result
             result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))
     return result
+
+
+def _dense_kernels(step: "DecodeStep") -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """Return dense attention over the selected branch's tokens in the rows' dtype, and why there is none."""
+    try:
+        slc = keys_in_rows(step.slc, step.case.dtype)
+        return dense_decode_kernels(step.queries.q[:, 0], slc.k, slc.v), []
+    except torch.cuda.OutOfMemoryError as error:
+        return {}, [f"dense: {describe_failure(error)}"]
 
 
 def measure_peers(step: "DecodeStep", result: DecodeResult, peers: tuple[DecodePeer, ...] = DECODE_PEERS) -> DecodeResult:
@@ -363,7 +371,8 @@ class DecodeStep:
     ) -> tuple[Tensor, Tensor, int, int]:
         """Return Eq. 5 with the blocks that were chosen, in float64 and by MATH in the case's dtype; choices that differ as near ties, and wrongly.
 
-        It reads only the rows of the stores that the step's queries see. `win` and `gates` replace the step's own.
+        It reads only the rows of the stores that the step's queries see; of FP8 stores it converts all rows of the compared sequences.
+        `win` and `gates` replace the step's own.
         """
         num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
         q = self.queries.q[few, 0].unflatten(1, (num_groups, -1))

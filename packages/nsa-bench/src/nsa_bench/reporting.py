@@ -140,4 +140,5 @@ def number(value: float | None) -> str:
     """Return a figure to four digits, "-" for none."""
     if value is None:
         return "-"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{float(f'{value:.4g}'):,.0f}"
+    rounded = float(f"{value:.4g}")
+    return f"{value:.4g}" if abs(rounded) < 1e4 else f"{rounded:,.0f}"

@@ -75,7 +75,7 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert run_command(elsewhere) == 0
     merged = json.loads((out / "b.json").read_text())
     assert [trial["ran_on"]["gpu"] for trial in merged["trials"]] == ["Other GPU"] * 2
-    assert merged["environment"]["gpu"] is None
+    assert merged["environment"]["gpu"] == content["environment"]["gpu"]
     assert not list((out / "elsewhere/runs").iterdir())
     # finished trials are not run again
     began = time.monotonic()

@@ -55,8 +55,7 @@ def run_ablation(
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
 
     def write() -> list[TrialResult]:
-        commit = output.environment["commit"]
-        results = [*known.values(), *(_result(folder, commit) for folder in folders if folder.judged.is_file())]
+        results = [*known.values(), *(_result(folder, output.commit) for folder in folders if folder.judged.is_file())]
         if results:
             output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         return results
@@ -163,7 +162,7 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
 
 
 def _result(folder: TrialFolder, commit: str | None) -> TrialResult:
-    """Return the figures of a finished trial; `commit` is for a run that knows none."""
+    """Return the figures of a finished trial; `commit`, of the call's option, is for a run outside a checkout."""
     environment = load_json(folder.run.environment)
     metrics, curve = load_json(folder.run.metrics), [(int(row["step"]), row["val_loss"]) for row in read_rows(folder.run.validation)]
     losses = [loss for _, loss in curve]
