@@ -559,7 +559,7 @@ def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
 
     def answer() -> Any:
         check_text(tokens)
-        return app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
+        return app(with_steps(tokens), exit_on_error=False, result_action="return_value")
 
     return _ending_of(answer)
 
@@ -588,7 +588,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
     return Ending(answer.code), answer.content
 
 
-def _with_steps(tokens: list[str]) -> list[str]:
+def with_steps(tokens: list[str]) -> list[str]:
     """Return `tokens` with each `--resume` of `run` joined to its step, which may be empty."""
     joined: list[str] = []
     for word in tokens:
