@@ -5,12 +5,14 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import attrs
 import pytest
+from cyclopts import CycloptsError
 
 import nsa_core
 
@@ -30,6 +32,7 @@ SNIPPET = re.compile(r"^(?P<skip><!-- not run: [^\n]+ -->\n)?```python\n(?P<code
 COMMENT = re.compile(r"^ *print\(.*\) +# (.*)$", re.MULTILINE)
 OUTPUT = re.compile(r"\n+(?:(?!```|#)[^\n]+\n)*\n*```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+OF_A_PLAN = re.compile(r"^# +(nsa-(?:train|bench) .*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 REPOSITORY_PATH = re.compile(r"`((?:packages|docs|tools|tests|examples)/[\w./-]+)`")
 NOT_RELEASED = re.compile(r"pip install[^`\n#]*[ '\"]nsa-[\w-]+")
@@ -226,6 +229,38 @@ def test_pages_name_commands_that_exist(package):
     commands = set(importlib.import_module(f"{package.replace('-', '_')}.cli").app)
     named = {found for page in PAGES for found in re.findall(rf"^(?:.*\s)?{package} ([a-z][a-z0-9-]*)", code_of(page), re.MULTILINE)}
     assert named - commands == set()
+
+
+def commands_in(path):
+    """Return the `nsa-train` and `nsa-bench` lines of a page's blocks, or of a plan's comments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        return OF_A_PLAN.findall(text)
+    lines = [line.strip() for match in FENCED.finditer(text) for line in match[0].replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.match(r"nsa-(train|bench) ", line)]
+
+
+COMMANDS = {path: found for path in (*PAGES, *sorted(DOCS.rglob("evidence/**/*.toml"))) if (found := commands_in(path))}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_commands_of_a_page_or_plan_are_accepted(path):
+    refused = []
+    for line in COMMANDS[path]:
+        package, *words = shlex.split(line.partition(" | ")[0], comments=True)
+        cli = importlib.import_module(f"{package.replace('-', '_')}.cli")
+        words = cli.with_steps(words) if package == "nsa-train" else words
+        try:
+            cli.app.parse_args(words, exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            refused.append(f"{line}: {error}")
+    assert refused == []
+
+
+def test_commands_are_found_in_pages_and_plans():
+    assert len(COMMANDS) > 20
+    assert DOCS / "evidence/conversion/needle.toml" in COMMANDS
+    assert sum(map(len, COMMANDS.values())) > 80
 
 
 def test_reference_lists_every_command_and_key_of_nsa_train():
