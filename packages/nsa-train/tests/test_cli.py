@@ -229,7 +229,7 @@ def test_sample_reads_prompts_from_a_file_or_standard_input(
     for prompt in ("12 bot", "on wall"):
         assert run_command([*words, "--prompt", prompt]) == 0
         alone.append(capsys.readouterr().out)
-    (tmp_path / "prompts.txt").write_text("12 bot\n\non wall\n")
+    (tmp_path / "prompts.txt").write_text("12 bot\n \non wall\r\n", newline="")
     assert run_command([*words, "--prompts", str(tmp_path / "prompts.txt")]) == 0
     printed = capsys.readouterr()
     assert printed.out == "".join(alone)

@@ -277,6 +277,8 @@ def test_an_empty_prompt_is_refused(tiny_model):
         model.generate(torch.zeros(1, 0, dtype=torch.int64), **GREEDY)
     with pytest.raises(InputError, match="a prompt is empty"):
         model.generate(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.tensor([[0, 0, 0], [0, 1, 1]]), **GREEDY)
+    with pytest.raises(InputError, match="the batch has no prompt"):
+        model.generate(torch.zeros(0, 5, dtype=torch.int64), **GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
@@ -323,6 +325,31 @@ def test_drafts_that_a_given_cache_cannot_take_back_are_refused_before_any_token
     with pytest.raises(CacheOverflowError, match=r"65 draft tokens cannot be taken back .*use max_rollback=65 or more, or keep_raw=True"):
         model.generate(prompt[:1], past_key_values=NSAModelCache(model.config), prompt_lookup_num_tokens=65, **GREEDY)
     model.generate(prompt[:1], past_key_values=NSAModelCache(model.config, keep_raw=True), prompt_lookup_num_tokens=65, **GREEDY)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_drafts_after_a_cache_that_holds_tokens_are_refused(tiny_model, prompt, static):
+    model = tiny_model()
+    cache = NSAModelCache(model.config, 100, static=static)
+    model(prompt[:1], past_key_values=cache)
+    longer = torch.cat([prompt[:1], prompt[:1, :6]], 1)
+    for drafts in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": tiny_model()}):
+        with pytest.raises(InputError, match=r"holds tokens and drafts were asked for .*leave out past_key_values, or prompt_lookup"):
+            model.generate(longer, past_key_values=cache, **drafts, **GREEDY)
+    assert cache.get_seq_length() == prompt.shape[1]
+
+
+def test_beams_over_a_filled_static_cache_are_refused(tiny_model, prompt):
+    model = tiny_model()
+    cache = NSAModelCache(model.config, 100, static=True)
+    model(prompt[:1, :8], past_key_values=cache)
+    with pytest.raises(InputError, match="holds 1 sequences, the batch has 2; a static cache keeps its batch: build one for 2"):
+        model.generate(prompt[:1], past_key_values=cache, num_beams=2, **GREEDY)
+
+
+def test_a_cache_for_no_token_is_refused(tiny_model):
+    with pytest.raises(InputError, match="max_cache_len=-3 holds no token"):
+        NSAModelCache(tiny_model().config, -3)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tiny_model, prompt):

@@ -280,6 +280,37 @@ def test_another_model_type_is_refused(saved, kind, message):
         NSAForCausalLM.from_pretrained(folder)
 
 
+def test_another_model_type_is_refused_where_the_configuration_is_given(saved):
+    model, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nsa"}))
+    with pytest.raises(InputError, match=r"has model_type='nsa' \(the rule: 'nsa_core'\)"):
+        NSAForCausalLM.from_pretrained(folder, config=model.config)
+    (folder / "config.json").unlink()
+    found = NSAForCausalLM.from_pretrained(folder, config=model.config)
+    assert all(torch.equal(x, y) for x, y in zip(found.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("named", [3, "NSAForCausalLM", [3]])
+def test_architectures_that_are_no_list_of_names_are_refused(saved, named):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": named}))
+    with pytest.raises(InputError, match=r"has architectures=.* \(the rule: a list of names\)"):
+        NSAForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_tensor_with_a_prefix_never_replaces_the_models_own(saved, is_alone):
+    _, folder = saved
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    changed = tensors.pop("norm.weight") if is_alone else tensors["norm.weight"]
+    safetensors.torch.save_file({**tensors, "model.norm.weight": changed + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"holds model.norm.weight \(names of this model have no 'model.' in front\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_a_class_of_your_own_loads_what_it_saved(saved, tmp_path):
     class OwnConfig(NSAModelConfig):
         model_type = "own_nsa"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nsa_core.errors import InputError
 from nsa_transformers.cache import NSAModelCache
+from nsa_transformers.layout import INTEGERS
 
 WORKING_CACHES = (None, "dynamic", "static")
 """The values of `cache_implementation` that `generate` takes."""
@@ -19,7 +20,6 @@ CALLERS = (
 """Keywords of `forward` beyond its signature that generation, Trainer and its collators pass."""
 IGNORED = -100
 """Label of a token that the loss leaves out."""
-INTEGERS = (torch.int32, torch.int64)
 
 
 def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:

@@ -157,8 +157,10 @@ class NSAModelCache(Cache):
         cache on a GPU; None: see `graphs`.
 
         Raises:
-            InputError: for a static cache without `max_cache_len`.
+            InputError: for a static cache without `max_cache_len`, or a `max_cache_len` below 1.
         """
+        if max_cache_len is not None and max_cache_len < 1:
+            raise InputError(f"max_cache_len={max_cache_len} holds no token; use max_cache_len=4096")
         if static and max_cache_len is None:
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "step_graphs": step_graphs}

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from nsa_core.errors import InputError
 
+INTEGERS = (torch.int32, torch.int64)
+"""Dtypes of ids and positions."""
+
 
 class Padding(NamedTuple):
     """How to move the valid columns of each row to its front, and back after the pass."""
@@ -127,4 +130,6 @@ def _rows(positions: Tensor, batch_size: int, num_tokens: int) -> Tensor:
         raise InputError(
             f"position_ids have shape {tuple(positions.shape)} (the layout is (B, S) = ({batch_size}, {num_tokens})); reshape them"
         )
+    if positions.dtype not in INTEGERS:
+        raise InputError(f"position_ids is {positions.dtype} (positions are int32 or int64); use position_ids.long()")
     return positions.expand(batch_size, num_tokens)

@@ -319,9 +319,10 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             require_marks(mask)
         if ids is not None:
             require_known_ids(ids, self.config.vocab_size)
-            is_empty = ids.shape[1] == 0 or (mask is not None and bool((mask == 0).all(1).any()))
+            is_empty = ids.numel() == 0 or (mask is not None and bool((mask == 0).all(1).any()))
             if is_empty and embedded is None:
-                raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
+                found = "a prompt is empty" if len(ids) else "the batch has no prompt"
+                raise InputError(f"{found} (the model needs a first token); begin it with the tokenizer's eos_token")
             require_new_tokens(kwargs.get("past_key_values"), ids)
             if given.is_assistant and mask is None:
                 # the target drops a mask of ones, and an accepted token may be the pad token
@@ -351,6 +352,11 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             if kind is not None:
                 raise InputError(
                     f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
+                )
+            if generation_mode == GenerationMode.ASSISTED_GENERATION and given.get_seq_length():
+                raise InputError(
+                    "past_key_values holds tokens and drafts were asked for (Transformers counts their positions from an empty cache); "
+                    "leave out past_key_values, or prompt_lookup_num_tokens and assistant_model"
                 )
             drafts = generation_config.prompt_lookup_num_tokens or 0
             # drafts are appended before it is known which are accepted

@@ -17,6 +17,8 @@ ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
 """Names of the files of weights that `save_pretrained` writes; those of an adapter are others."""
+PREFIX = "model."
+"""`base_model_prefix` of the classes, and a dot."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -42,8 +44,7 @@ class Stored:
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
-            if kwargs.get("config") is None:
-                require_config(inner, cls.config_class.model_type)
+            require_config(inner, cls.config_class.model_type, is_needed=kwargs.get("config") is None)
             require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
         parent: Any = super()
         try:
@@ -149,13 +150,13 @@ def _with_shapes(name: str, found: Any, expected: Any) -> str:
     return f"{name} {list(found)} in place of {list(expected)}"
 
 
-def require_config(folder: Path, model_type: str) -> None:
-    """Raise InputError unless `folder` has a configuration of `model_type`, or of an adapter.
+def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> None:
+    """Raise InputError unless `folder` has a configuration of `model_type`, or of an adapter, or none if none `is_needed`.
 
     Without one, Transformers would use its defaults. It would also read another model's.
     """
     path = folder / "config.json"
-    if not path.is_file() and (folder / "adapter_config.json").is_file():
+    if not path.is_file() and (not is_needed or (folder / "adapter_config.json").is_file()):
         return
     if not path.is_file():
         raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
@@ -167,6 +168,9 @@ def require_config(folder: Path, model_type: str) -> None:
         raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
     if (kind := content.get("model_type")) != model_type:
         raise InputError(f"{path} has model_type={kind!r} (the rule: {model_type!r}); use AutoModelForCausalLM for other models")
+    named = content.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise InputError(f"{path} has architectures={named!r:.120} (the rule: a list of names); use {list(ARCHITECTURES[:1])}")
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
@@ -185,6 +189,9 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
                 names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+        # Transformers would take the prefix off, and such a tensor in place of the model's own
+        if prefixed := [name for name in names if name.startswith(PREFIX)]:
+            raise InputError(f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export")
         if twice := [name for name in names if name in holders]:
             raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
         holders |= dict.fromkeys(names, file)

@@ -38,7 +38,7 @@ def resume_step(text: str) -> int:
 
 
 def read_prompts(source: Path) -> list[str]:
-    """Return the prompts of a file, or of standard input if `source` is "-": one per line, without empty lines.
+    """Return the prompts of a file, or of standard input if `source` is "-": one per line, without lines of spaces.
 
     Raises:
         ConfigError: if it cannot be read, or holds none.
@@ -47,7 +47,8 @@ def read_prompts(source: Path) -> list[str]:
         content = sys.stdin.buffer.read(MOST_JSON + 1) if str(source) == STANDARD_INPUT else read_regular(source, MOST_JSON)
         if len(content) > MOST_JSON:
             raise ValueError(f"it has more than {MOST_JSON:,} bytes")
-        lines = content.decode("utf-8").splitlines()
+        # line feeds alone end a line: a form feed or U+2028 is text
+        lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n")]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts={str(source)!r} cannot be read ({error}); name a UTF-8 file with a prompt a line, or -") from None
     found = [line for line in lines if line.strip()]
