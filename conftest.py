@@ -1,5 +1,6 @@
 """Settings of every test run: the hardware marker, and how many examples hypothesis tries."""
 
+import gc
 import os
 
 import pytest
@@ -22,6 +23,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-hardware", action="store_true", help="fail, not skip, a test marked `hardware` where the hardware is missing"
     )
+
+
+def pytest_collection_finish():
+    # the garbage collector need not visit modules and thousands of collected tests again and again
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nsa_bench import results
+from nsa_bench import measurement, results
 
 HOPPER = """
 from nsa_core import BranchOutput, Capability, Operation, Reason
@@ -61,3 +62,10 @@ def written(monkeypatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(results, "write_json", write_and_note)
     return contents
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let measurements on a machine without a GPU take few repetitions."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(measurement, "BUDGET_MS", 15.0)

@@ -23,6 +23,11 @@ class Clock:
         self.calls += 1
 
 
+@pytest.fixture(autouse=True)
+def short_measurements():
+    """Leave measurements as long as they are."""
+
+
 @pytest.fixture
 def timed(monkeypatch):
     def timed(seconds, **options):

@@ -159,7 +159,7 @@ def gained_nats(kind: str, *, packed: bool, loss_on: str, leak: bool) -> float:
         pytest.param(
             packed,
             loss_on,
-            marks=() if packed or loss_on == LOSS_ON[0] else pytest.mark.slow,
+            marks=() if loss_on == LOSS_ON[0] or (packed and loss_on == LOSS_ON[2]) else pytest.mark.slow,
             id=f"{'packed' if packed else 'unpacked'}-{loss_on}",
         )
         for packed in (False, True)

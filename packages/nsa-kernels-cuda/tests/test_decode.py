@@ -400,8 +400,15 @@ def hazards_of(library: ctypes.CDLL, case: Case, *, form: Form = as_it_is, backw
     return library.take_hazards(text, len(text)), text.value.decode()
 
 
-@pytest.mark.parametrize("form", [as_it_is, in_narrow_pages], ids=["rows", "FP8 in pages"])
-@pytest.mark.parametrize("backwards", [False, True], ids=["first warp first", "last warp first"])
+@pytest.mark.parametrize(
+    ("backwards", "form"),
+    [
+        pytest.param(False, as_it_is, id="first warp first-rows"),
+        pytest.param(False, in_narrow_pages, id="first warp first-FP8 in pages", marks=pytest.mark.slow),
+        pytest.param(True, as_it_is, id="last warp first-rows", marks=pytest.mark.slow),
+        pytest.param(True, in_narrow_pages, id="last warp first-FP8 in pages"),
+    ],
+)
 @pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
 def test_barriers_order_all_accesses_to_shared_memory(watched_decode, case, backwards, form):
     assert hazards_of(watched_decode, case, form=form, backwards=backwards) == (0, "")

@@ -161,7 +161,16 @@ def test_a_step_equals_the_branches_one_by_one(
 
 
 @pytest.mark.parametrize(
-    "name", ["rows of a draft", "an empty sequence", "group of 40", "default geometry", "40 blocks of 8", "two slices"]
+    "name",
+    # two slices have the same rows of drafts
+    [
+        pytest.param("rows of a draft", marks=pytest.mark.slow),
+        "an empty sequence",
+        "group of 40",
+        "default geometry",
+        "40 blocks of 8",
+        "two slices",
+    ],
 )
 def test_several_programs_choose_what_one_does(
     name: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
@@ -311,7 +320,7 @@ PLACES: dict[str, Callable[[Step, Case], Step]] = {
 }
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1), (5, 0, 3)], ids=str)
+@pytest.mark.parametrize("counts", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (5, 0, 3)], ids=str)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=counts)
@@ -512,7 +521,10 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("options", "kv"),
     [
-        pytest.param(options, kv, marks=pytest.mark.slow if kv == "shared" and name != "static" else (), id=f"{name}-{kv}")
+        # pages and FP8 lie in static caches
+        pytest.param(
+            options, kv, marks=pytest.mark.slow if name == "static" or (kv == "shared") != (name == "grows") else (), id=f"{name}-{kv}"
+        )
         for name, options in CACHES.items()
         for kv in ("separate", "shared")
     ],

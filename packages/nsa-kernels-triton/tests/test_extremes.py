@@ -40,7 +40,7 @@ def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeomet
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-@pytest.mark.parametrize("size", [1e4, 1e18])
+@pytest.mark.parametrize("size", [pytest.param(1e4, marks=pytest.mark.slow), 1e18])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "float32"])
 @pytest.mark.parametrize("branch", OPERANDS)
 def test_huge_scores_leave_everything_finite(branch: str, dtype: torch.dtype, size: float) -> None:
@@ -72,7 +72,7 @@ def test_huge_scores_choose_the_blocks_that_have_the_weight(dtype: torch.dtype) 
     assert torch.equal(chosen, select_blocks(*exact[:2], lse, geometry=shape.geometry, backend="sdpa"))
 
 
-@pytest.mark.parametrize("size", [1e4, 6e4])
+@pytest.mark.parametrize("size", [pytest.param(1e4, marks=pytest.mark.slow), 6e4])
 @pytest.mark.parametrize("branch", OPERANDS)
 def test_huge_values_leave_float16_gradients_exact(branch: str, size: float) -> None:
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=64)
@@ -134,7 +134,7 @@ def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Ten
             assert max_error(dv, exact[2]) <= allowed_error(exact[2], torch.bfloat16)
 
 
-@pytest.mark.parametrize("size", [100, 300, 1e5, 1e18])
+@pytest.mark.parametrize("size", [pytest.param(100, marks=pytest.mark.slow), 300, pytest.param(1e5, marks=pytest.mark.slow), 1e18])
 @pytest.mark.parametrize("branch", OPERANDS)
 def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: float) -> None:
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
@@ -173,11 +173,11 @@ def future_rows(position: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        (torch.bfloat16, 1e9),
-        (torch.bfloat16, 1e30),
+        pytest.param(torch.bfloat16, 1e9, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 1e30, marks=pytest.mark.slow),
         (torch.bfloat16, 3e38),
         (torch.float16, 6e4),
-        (torch.float32, 1e30),
+        pytest.param(torch.float32, 1e30, marks=pytest.mark.slow),
         (torch.float32, 3e38),
     ],
     ids=str,

@@ -94,7 +94,7 @@ def assert_within_limits(grids):
     assert not too_large
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_many_sequences_are_launched(grids, dtype):
     train(SMALL_BLOCKS, MANY, dtype=dtype)
     assert_within_limits(grids)

@@ -109,7 +109,7 @@ SHAPES = {
     # the first keys of late rows lie beyond the first tile of keys
     "one head": shape_of(260, (192, 128), (1, 1)),
 }
-IN_THE_SLOW_TIER = {"batch", "packed 128", "192", "192 192", "80", "160", "no initial block", "two of each"}
+IN_THE_SLOW_TIER = {"batch", "128", "packed 128", "192", "192 192", "80", "160", "no initial block", "two of each"}
 """Shapes of which each takes many seconds in the simulator."""
 
 
@@ -128,7 +128,11 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("head_dims", [(128, 64), (192, 128), (80, 72), (160, 72)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims",
+    [(128, 64), (192, 128), pytest.param((80, 72), marks=pytest.mark.slow), pytest.param((160, 72), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
     monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 60)
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 90)
@@ -137,7 +141,13 @@ def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
 
 
 @pytest.mark.usefixtures("simulated", "nan_buffers")
-@pytest.mark.parametrize("shape", [shape_of(260, heads=(2, 1)), shape_of(lengths=(210, 0, 1, 30), heads=(2, 1))], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape_of(260, heads=(2, 1)), id="dense", marks=pytest.mark.slow),
+        pytest.param(shape_of(lengths=(210, 0, 1, 30), heads=(2, 1)), id="packed"),
+    ],
+)
 def test_a_late_second_stream_changes_no_bit(shape, monkeypatch, check_late_stream):
     # several chunks of rows
     monkeypatch.setattr(index, "MAX_CHUNK_ROWS", 128)
@@ -381,7 +391,7 @@ def test_lse_has_a_gradient_too(attend, simulated):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("size", [300, 1e5, 1e18])
+@pytest.mark.parametrize("size", [300, pytest.param(1e5, marks=pytest.mark.slow), 1e18])
 @pytest.mark.parametrize(
     ("branch", "head_dims"), [("cmp", (64, 64)), ("win", (64, 64)), ("win", (192, 128)), ("slc", (64, 64)), ("slc", (192, 128))]
 )
@@ -393,7 +403,7 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch, head_dims, si
 
 
 @pytest.mark.usefixtures("simulated", "fused_products", "nan_buffers")
-@pytest.mark.parametrize("size", [100, 300])
+@pytest.mark.parametrize("size", [pytest.param(100, marks=pytest.mark.slow), 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("branch", "num_queries"), [("cmp", 40), ("win", 40), ("cmp", 200), ("win", 200), ("slc", 200)], ids=str)
 def test_peaked_rows_are_as_exact_as_torchs_flash_attention(branch, num_queries, dtype, size, low_precision):

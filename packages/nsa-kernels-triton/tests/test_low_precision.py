@@ -98,7 +98,9 @@ def assert_within_twice_torchs_error(ours: list[Tensor], flash: list[Tensor], ex
 
 
 @pytest.mark.parametrize(
-    ("factor", "key_factor"), [(1, 1), (50, 1), (100, 100), (300, 300)], ids=["", "q x 50", "q, k x 100", "q, k x 300"]
+    ("factor", "key_factor"),
+    [(1, 1), pytest.param(50, 1, marks=pytest.mark.slow), pytest.param(100, 100, marks=pytest.mark.slow), (300, 300)],
+    ids=["", "q x 50", "q, k x 100", "q, k x 300"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

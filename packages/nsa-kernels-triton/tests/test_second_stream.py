@@ -114,6 +114,11 @@ def test_on_a_cpu_there_is_one_order():
 
 
 HEADS = {"num_heads": 2, "num_kv_heads": 2}
+SHAPES = {
+    "dense": Shape(num_queries=70, **HEADS),
+    "packed": Shape(lengths=(40, 0, 1, 29), **HEADS),
+    "no block": Shape(num_queries=5, **HEADS),
+}
 
 
 def strided(x):
@@ -125,11 +130,14 @@ def strided(x):
 @pytest.mark.usefixtures("nan_buffers")
 @pytest.mark.filterwarnings("ignore:.*against policy.*")
 @pytest.mark.parametrize(
-    "shape",
-    [Shape(num_queries=70, **HEADS), Shape(lengths=(40, 0, 1, 29), **HEADS), Shape(num_queries=5, **HEADS)],
-    ids=["dense", "packed", "no block"],
+    ("operation", "shape"),
+    [
+        # all branches at once take packed rows in CI
+        pytest.param(operation, shape, marks=pytest.mark.slow if name == "packed" and operation != "nsa" else (), id=f"{operation}-{name}")
+        for operation in ("cmp", "slc", "win", "nsa")
+        for name, shape in SHAPES.items()
+    ],
 )
-@pytest.mark.parametrize("operation", ["cmp", "slc", "win", "nsa"])
 def test_a_late_second_stream_changes_no_bit(operation, shape, monkeypatch, check_late_stream):
     # several splits of queries, chunks of rows, and items of lists
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 16)

@@ -78,7 +78,11 @@ def test_every_kernel_compiles(without_interpreter, capability, head_dims, case)
     assert_within_shared_memory(found, capability)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), pytest.param((8, 9), marks=pytest.mark.slow), (9, 0)], ids=["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize(
+    "capability",
+    [(8, 0), pytest.param((8, 9), marks=pytest.mark.slow), pytest.param((9, 0), marks=pytest.mark.slow)],
+    ids=["sm_80", "sm_89", "sm_90"],
+)
 def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, capability):
     found = compiled(without_interpreter, capability, (256, 256), ("select",), "group of 256", "large blocks")
     assert {each["kernel"] for each in found} == {"scores_kernel", "choose_kernel"}

@@ -50,6 +50,7 @@ lr = 1e-2
 warmup_steps = 1
 log_every = 2
 eval_every = 3
+eval_batches = 2
 save_every = 3
 """
 
@@ -133,7 +134,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's runs draw short samples; `tiny_run`, which is made before, has samples of full length."""
-    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 3)
 
 
 @pytest.fixture(autouse=True)

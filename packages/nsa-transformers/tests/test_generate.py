@@ -99,7 +99,7 @@ def test_prompt_lookup_changes_no_token(model, prompt, from_scratch):
 
 
 @kinds
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("is_same", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_assisted_generation_changes_no_token(model, kind, tiny_model, prompt, from_scratch, is_same):
     assistant = model if is_same else tiny_model(kind, seed=1)
     assistant.generation_config.num_assistant_tokens = 8
@@ -131,8 +131,23 @@ def test_drafts_are_taken_back_however_many_they_are(model, prompt):
         shallow.crop(-70)
 
 
-@kinds
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 6}, {"use_cache": False}])
+WAYS = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 6},
+    "no cache": {"use_cache": False},
+}
+PADDED_IN_CI = {*(("nsa", way) for way in WAYS), ("shared", "dynamic"), ("shared", "static"), ("mixed", "dynamic"), ("dense", "dynamic")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, marks=() if (kind, way) in PADDED_IN_CI else pytest.mark.slow, id=f"{kind}-{way}")
+        for kind in ("nsa", "shared", "mixed", "dense")
+        for way, options in WAYS.items()
+    ],
+)
 def test_left_padding_of_mixed_lengths_changes_no_token(model, prompt, from_scratch, options):
     lengths = [20, 3, 11]
     rows = torch.cat([prompt, prompt[:1].flip(1)])

@@ -43,6 +43,7 @@ needle_pairs = 2
 needle_queries = 2
 
 [train]
+samples = false
 steps = 100
 seq_len = 40
 batch_size = 2

@@ -158,10 +158,22 @@ def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, 
         pytest.param(BlockGeometry(4, 2, 4, 100, 1, 1, 5), 17, id="n l' > S"),
     ],
 )
-@pytest.mark.parametrize("max_rollback", [0, 1, 64])
 @pytest.mark.parametrize("steps", ["tokens", "one", "threes"])
-@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("separate", True), ("shared", True)])
-def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps, kv, static):
+@pytest.mark.parametrize(
+    ("kv", "static", "max_rollback"),
+    [
+        ("separate", False, 0),
+        pytest.param("separate", False, 1, marks=pytest.mark.slow),
+        ("separate", False, 64),
+        pytest.param("separate", True, 0, marks=pytest.mark.slow),
+        ("separate", True, 1),
+        pytest.param("separate", True, 64, marks=pytest.mark.slow),
+        ("shared", True, 0),
+        pytest.param("shared", True, 1, marks=pytest.mark.slow),
+        ("shared", True, 64),
+    ],
+)
+def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, steps, kv, static, max_rollback):
     layer = random_layer(attrs.evolve(CONFIG, geometry=geometry, kv=kv))
     cut = {"tokens": [1] * length, "one": [length], "threes": [3] * (length // 3) + [length % 3]}[steps]
 

@@ -35,7 +35,14 @@ def decode(step, x, cache, start):
     return torch.cat(outs, 1), num_graphs() - compiled
 
 
-@pytest.mark.parametrize(("kv", "static"), [("separate", True), pytest.param("shared", True, marks=pytest.mark.slow), ("separate", False)])
+@pytest.mark.parametrize(
+    ("kv", "static"),
+    [
+        ("separate", True),
+        pytest.param("shared", True, marks=pytest.mark.slow),
+        pytest.param("separate", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_of_a_cache_that_need_not_grow_is_one_graph_compiled_once_over_200_lengths(random_layer, random_input, kv, static):
     layer, x = random_layer(CONFIG[kv]), random_input(2, 205, 8)
     cache, whole = layer.new_cache(2, 220, static=static), layer(x)

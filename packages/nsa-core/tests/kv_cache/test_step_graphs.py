@@ -115,8 +115,14 @@ def act(layer, cache, action, x):
     return None
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kv", ["separate", "shared"])
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    [
+        pytest.param(kv, options, marks=pytest.mark.slow if (kv == "shared") != (name in ("paged", "uncounted")) else (), id=f"{kv}-{name}")
+        for kv in ("separate", "shared")
+        for name, options in OPTIONS.items()
+    ],
+)
 @settings(max_examples=8)
 @given(actions=st.lists(ACTIONS, min_size=4, max_size=14), seed=st.integers(0, 1000))
 def test_steps_by_graphs_equal_eager_steps(random_layer, kv, options, actions, seed):

@@ -28,8 +28,16 @@ MAGNITUDES = {
     torch.bfloat16: (1e38,),
     torch.float16: (6e4,),
 }
+IN_THE_SLOW_TIER = {(torch.float64, 1e18), *((torch.float32, size) for size in (1e4, 1e18, 1e24, 1e38))}
 CASES = [
-    pytest.param(dtype, size, id=f"{dtype}-{size:.0e}".removeprefix("torch.")) for dtype, sizes in MAGNITUDES.items() for size in sizes
+    pytest.param(
+        dtype,
+        size,
+        id=f"{dtype}-{size:.0e}".removeprefix("torch."),
+        marks=pytest.mark.slow if (dtype, size) in IN_THE_SLOW_TIER else (),
+    )
+    for dtype, sizes in MAGNITUDES.items()
+    for size in sizes
 ]
 LAYOUTS = {
     # equal head dimensions in float32: torch's fused attention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-KILLS, KILLS_OF_A_RELEASE = 8, 200
+KILLS, KILLS_OF_A_RELEASE = 5, 200
 COMMANDS = 2
 """Kills of `nsa-train run` itself; 200 by `python killed_run_script.py DIR 200 1 RECIPE train.save_every=3`."""
 SAVE_EVERY = 2

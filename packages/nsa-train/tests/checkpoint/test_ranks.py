@@ -39,8 +39,8 @@ def _check_reshape(results: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of the fast cases, which share one process that loads torch."""
-    resumes = ["resume:single:1:fp32", "resume:single:1:bf16", "resume:ddp:2:fp32", "resume:fsdp:2:bf16"]
-    reshapes = ["reshape:fsdp:1:2", "reshape:fsdp:2:4", "reshape:fsdp:4:1", "reshape:ddp:2:1"]
+    resumes = ["resume:single:1:bf16", "resume:ddp:2:fp32", "resume:fsdp:2:bf16"]
+    reshapes = ["reshape:fsdp:2:4", "reshape:fsdp:4:1", "reshape:ddp:2:1"]
     return _results(tmp_path_factory.mktemp("ranks"), *resumes, *reshapes, "failure:2")
 
 
@@ -66,7 +66,8 @@ def test_all_ranks_hear_of_a_failed_save_and_of_damage(found: dict[str, Any]) ->
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_straight_run_under_every_strategy(tmp_path: Path) -> None:
-    _check_resume(_results(tmp_path, *(f"resume:{name}:2:{precision}" for name in ("ddp", "fsdp") for precision in ("fp32", "bf16"))))
+    several = (f"resume:{name}:2:{precision}" for name in ("ddp", "fsdp") for precision in ("fp32", "bf16"))
+    _check_resume(_results(tmp_path, "resume:single:1:fp32", *several))
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ TIMEOUT_S = 120
 
 
 def _command(recipe: Path, out: Path, *words: str) -> list[str]:
-    sets = ("train.log_every=1000", "train.eval_every=1000", "train.batch_size=4")
+    sets = ("train.log_every=1000", "train.eval_every=1000", "train.batch_size=4", "train.samples=false")
     return [sys.executable, "-m", "nsa_train", "run", str(recipe), "--out", str(out), *(w for s in sets for w in ("--set", s)), *words]
 
 

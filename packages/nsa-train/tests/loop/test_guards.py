@@ -191,8 +191,15 @@ def test_only_the_compressed_branch_may_sleep_in_short_sequences(tiny_config) ->
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("phi", ["mean", "conv", "mlp"])
 @pytest.mark.parametrize("branches", ["['cmp','slc','win']", "['win']", "['cmp']", "['slc','win']", "['cmp','win']"])
-@pytest.mark.parametrize("qk_norm", ["false", "true"])
-@pytest.mark.parametrize("kv", ["separate", "shared"])
+@pytest.mark.parametrize(
+    ("qk_norm", "kv"),
+    [
+        ("false", "separate"),
+        ("true", "shared"),
+        pytest.param("true", "separate", marks=pytest.mark.slow),
+        pytest.param("false", "shared", marks=pytest.mark.slow),
+    ],
+)
 def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches: str, qk_norm: str, kv: str) -> None:
     """Whatever the rule calls open gets a gradient from some batch of that length, and nothing else does."""
     gate = "softmax" if branches.count(",") == 1 else "sigmoid"

@@ -16,7 +16,13 @@ import pytest
 from nsa_train.run_dir import RunDirectory
 
 SCENARIOS = Path(__file__).parent / "scenarios.py"
-BY_WORLD_SIZE = {1: ("agree", "taught"), 2: ("agree", "taught", "spoiled", "overflown", "stopped", "resumed")}
+GROUPS = (
+    (1, ("agree", "taught")),
+    (2, ("agree", "taught", "spoiled", "overflown", "stopped", "resumed")),
+    # of the slow tier
+    (2, ("spoiled_more", "resumed_more")),
+)
+"""World sizes, and the scenarios that run in the same processes."""
 TIMEOUT_S = 240
 
 
@@ -26,7 +32,7 @@ def ranks(
 ) -> Callable[..., tuple[Path, list[Any]]]:
     """A function from a scenario and a world size to its folder and the findings of each rank.
 
-    The scenarios of a world size run one after another in the same processes, which take longer to start than to run. The processes
+    The scenarios of a group run one after another in the same processes, which take longer to start than to run. The processes
     of pytest-xdist share one such run: the first that needs it starts it, and others wait.
     """
     shared = tmp_path_factory.getbasetemp()
@@ -34,22 +40,22 @@ def ranks(
         shared = shared.parent
 
     @functools.cache
-    def run_all(world_size: int) -> Path:
-        folder = shared / f"ranks-{world_size}"
+    def run_all(group: int) -> Path:
+        folder = shared / f"ranks-{group}"
         done = folder / "done"
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 if folder.exists():
-                    pytest.fail(f"the {world_size} rank(s) of an earlier test failed; see what it says")
+                    pytest.fail(f"the {GROUPS[group][0]} rank(s) of an earlier test failed; see what it says")
                 folder.mkdir()
-                start(world_size, folder)
+                start(*GROUPS[group], folder)
                 done.touch()
         return folder
 
-    def start(world_size: int, folder: Path) -> None:
+    def start(world_size: int, scenarios: tuple[str, ...], folder: Path) -> None:
         port = _free_port()
-        command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(tiny_run.root), str(folder), *BY_WORLD_SIZE[world_size]]
+        command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(tiny_run.root), str(folder), *scenarios]
         workers = [subprocess.Popen(command, env=_environment(rank, world_size, port)) for rank in range(world_size)]
         try:
             codes = [worker.wait(TIMEOUT_S) for worker in workers]
@@ -59,7 +65,8 @@ def ranks(
         assert codes == [0] * world_size
 
     def run(scenario: str, *, world_size: int = 2) -> tuple[Path, list[Any]]:
-        folder = run_all(world_size) / scenario
+        [group] = [index for index, (size, scenarios) in enumerate(GROUPS) if size == world_size and scenario in scenarios]
+        folder = run_all(group) / scenario
         return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
     return run

@@ -28,7 +28,24 @@ from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
 
 STEPS = 50
-SPOILED = (("ddp", "nan", "fp32"), ("fsdp", "inf", "fp32"), ("ddp", "inf", "fp16"), ("fsdp", "nan", "fp16"))
+SPOILED = (
+    ("ddp", "loss", "nan", "fp32"),
+    ("ddp", "gradient", "nan", "fp32"),
+    ("fsdp", "gradient", "inf", "fp32"),
+    ("fsdp", "activation", "inf", "fp32"),
+    ("ddp", "gradient", "inf", "fp16"),
+    ("fsdp", "loss", "nan", "fp16"),
+)
+SPOILED_MORE = (
+    ("ddp", "activation", "nan", "fp32"),
+    ("fsdp", "loss", "inf", "fp32"),
+    ("ddp", "loss", "inf", "fp16"),
+    ("ddp", "activation", "inf", "fp16"),
+    ("fsdp", "gradient", "nan", "fp16"),
+    ("fsdp", "activation", "nan", "fp16"),
+)
+RESUMED = (("ddp", "fp32"), ("fsdp", "bf16"))
+RESUMED_MORE = (("ddp", "bf16"), ("fsdp", "fp32"))
 FAST = ("train.eval_every=1000", "train.save_every=0", "train.log_every=1000")
 
 
@@ -138,27 +155,31 @@ def note_travels(trainer: Trainer, strategy: str) -> list[bool]:
     return travels
 
 
-def spoiled(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+def spoiled(recipe: str, folder: Path, world: World, cases: tuple[tuple[str, str, str, str], ...] = SPOILED) -> dict[str, Any]:
     """Put NaN or Inf into the loss, a gradient or an activation of rank 1 in step 3 of 5."""
     found: dict[str, Any] = {}
-    for strategy, bad, precision in SPOILED:
-        for where in ("loss", "gradient", "activation"):
-            name = f"{strategy}-{where}-{bad}-{precision}"
-            overrides = (*FAST, f"train.strategy={strategy}", f"train.precision={precision}", "train.steps=5", "train.batch_size=4")
-            trainer, listener = quietly(recipe, folder / name, world, *overrides)
-            if world.rank == 1:
-                spoil(trainer, where, float(bad))
-            trainer.run()
-            weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
-            found[name] = {
-                "is_finite": all(bool(weight.isfinite().all()) for weight in weights.values()),
-                "sum": sum(float(weight.double().sum()) for weight in weights.values()),
-                "steps": len(listener.losses),
-                "skips": [note for note in listener.notes if "skipped" in note],
-                "skipped": trainer.guard.num_skipped,
-                "scale": trainer.scaler.get_scale() if trainer.scaler else None,
-            }
+    for strategy, where, bad, precision in cases:
+        name = f"{strategy}-{where}-{bad}-{precision}"
+        overrides = (*FAST, f"train.strategy={strategy}", f"train.precision={precision}", "train.steps=5", "train.batch_size=4")
+        trainer, listener = quietly(recipe, folder / name, world, *overrides)
+        if world.rank == 1:
+            spoil(trainer, where, float(bad))
+        trainer.run()
+        weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
+        found[name] = {
+            "is_finite": all(bool(weight.isfinite().all()) for weight in weights.values()),
+            "sum": sum(float(weight.double().sum()) for weight in weights.values()),
+            "steps": len(listener.losses),
+            "skips": [note for note in listener.notes if "skipped" in note],
+            "skipped": trainer.guard.num_skipped,
+            "scale": trainer.scaler.get_scale() if trainer.scaler else None,
+        }
     return found
+
+
+def spoiled_more(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+    """Return the findings of the other places and numbers."""
+    return spoiled(recipe, folder, world, SPOILED_MORE)
 
 
 def overflown(recipe: str, folder: Path, world: World) -> dict[str, Any]:
@@ -233,26 +254,30 @@ def stopped(recipe: str, folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-def resumed(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+def resumed(recipe: str, folder: Path, world: World, cases: tuple[tuple[str, str], ...] = RESUMED) -> dict[str, Any]:
     """Train 6 steps in one go and in two, which .HALT parts after step 3; the checkpoints are compared by the test."""
     found: dict[str, Any] = {}
-    for strategy in ("ddp", "fsdp"):
-        for precision in ("fp32", "bf16"):
-            name = f"{strategy}-{precision}"
-            overrides = (*FAST, f"train.strategy={strategy}", f"train.precision={precision}", "train.steps=6", "train.batch_size=4")
-            straight, listener = quietly(recipe, folder / f"straight-{name}", world, *overrides)
-            straight.run()
-            first, before = quietly(recipe, folder / f"broken-{name}", evolve(world, store=dist.PrefixStore(name, world.store)), *overrides)
-            ask_in("forward", first, lambda out=folder / f"broken-{name}": ask("halt", out), is_asking=world.rank == 1)
-            ended = ending_of(first, before)
-            world.barrier()
-            checkpoint = resume_point(folder / f"broken-{name}" / "checkpoints")
-            (folder / f"broken-{name}" / ".HALT").unlink(missing_ok=True)
-            world.barrier()
-            second, after = quietly(recipe, folder / f"broken-{name}", world, *overrides, resume=checkpoint)
-            second.run()
-            found[name] = {"ended": ended, "straight": listener.losses, "broken": before.losses + after.losses}
+    for strategy, precision in cases:
+        name = f"{strategy}-{precision}"
+        overrides = (*FAST, f"train.strategy={strategy}", f"train.precision={precision}", "train.steps=6", "train.batch_size=4")
+        straight, listener = quietly(recipe, folder / f"straight-{name}", world, *overrides)
+        straight.run()
+        first, before = quietly(recipe, folder / f"broken-{name}", evolve(world, store=dist.PrefixStore(name, world.store)), *overrides)
+        ask_in("forward", first, lambda out=folder / f"broken-{name}": ask("halt", out), is_asking=world.rank == 1)
+        ended = ending_of(first, before)
+        world.barrier()
+        checkpoint = resume_point(folder / f"broken-{name}" / "checkpoints")
+        (folder / f"broken-{name}" / ".HALT").unlink(missing_ok=True)
+        world.barrier()
+        second, after = quietly(recipe, folder / f"broken-{name}", world, *overrides, resume=checkpoint)
+        second.run()
+        found[name] = {"ended": ended, "straight": listener.losses, "broken": before.losses + after.losses}
     return found
+
+
+def resumed_more(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+    """Return the findings of the other strategies and precisions."""
+    return resumed(recipe, folder, world, RESUMED_MORE)
 
 
 def ask(request: str, out: Path) -> None:

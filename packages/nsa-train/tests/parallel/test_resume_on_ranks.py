@@ -1,7 +1,6 @@
 """A run of two ranks that was halted and resumed equals the uninterrupted run, bit for bit."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,18 +8,17 @@ import pytest
 EXACT = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
 
 
-@pytest.fixture(scope="module")
-def found(ranks: Callable[..., Any]) -> tuple[Path, list[Any]]:
-    """The folder of the runs, and the findings of each rank."""
-    folder: Path
-    folder, findings = ranks("resumed")
-    return folder, findings
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_halted_and_resumed_run_is_the_straight_run(found: tuple[Path, list[Any]], strategy: str, precision: str) -> None:
-    folder, findings = found
+@pytest.mark.parametrize(
+    ("scenario", "strategy", "precision"),
+    [
+        ("resumed", "ddp", "fp32"),
+        ("resumed", "fsdp", "bf16"),
+        pytest.param("resumed_more", "ddp", "bf16", marks=pytest.mark.slow),
+        pytest.param("resumed_more", "fsdp", "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_halted_and_resumed_run_is_the_straight_run(ranks: Callable[..., Any], scenario: str, strategy: str, precision: str) -> None:
+    folder, findings = ranks(scenario)
     name = f"{strategy}-{precision}"
     for seen in (findings[0][name], findings[1][name]):
         assert seen["ended"]["code"] == 3

@@ -6,19 +6,27 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
-def found(ranks: Callable[..., Any]) -> list[Any]:
-    """Return the findings of each rank."""
-    _, findings = ranks("spoiled")
-    return findings
-
-
 @pytest.mark.parametrize(
-    ("strategy", "bad", "precision"), [("ddp", "nan", "fp32"), ("fsdp", "inf", "fp32"), ("ddp", "inf", "fp16"), ("fsdp", "nan", "fp16")]
+    ("scenario", "case"),
+    [
+        ("spoiled", "ddp-loss-nan-fp32"),
+        ("spoiled", "ddp-gradient-nan-fp32"),
+        ("spoiled", "fsdp-gradient-inf-fp32"),
+        ("spoiled", "fsdp-activation-inf-fp32"),
+        ("spoiled", "ddp-gradient-inf-fp16"),
+        ("spoiled", "fsdp-loss-nan-fp16"),
+        pytest.param("spoiled_more", "ddp-activation-nan-fp32", marks=pytest.mark.slow),
+        pytest.param("spoiled_more", "fsdp-loss-inf-fp32", marks=pytest.mark.slow),
+        pytest.param("spoiled_more", "ddp-loss-inf-fp16", marks=pytest.mark.slow),
+        pytest.param("spoiled_more", "ddp-activation-inf-fp16", marks=pytest.mark.slow),
+        pytest.param("spoiled_more", "fsdp-gradient-nan-fp16", marks=pytest.mark.slow),
+        pytest.param("spoiled_more", "fsdp-activation-nan-fp16", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("where", ["loss", "gradient", "activation"])
-def test_one_spoiled_rank_reaches_no_weight_on_any(found: list[Any], strategy: str, where: str, bad: str, precision: str) -> None:
-    first, second = (findings[f"{strategy}-{where}-{bad}-{precision}"] for findings in found)
+def test_one_spoiled_rank_reaches_no_weight_on_any(ranks: Callable[..., Any], scenario: str, case: str) -> None:
+    _, found = ranks(scenario)
+    _, where, _, precision = case.split("-")
+    first, second = (findings[case] for findings in found)
     assert first == second
     assert first["is_finite"]
     # a gradient alone may have run over in float16: that lowers the scale, and does not count

@@ -17,7 +17,7 @@ BAD = [
     ("train.steps=many", ["train.steps='many'", "an integer from 1 to ", "use 5"]),
     ("train.steps=2.5", ["train.steps=2.5", "an integer from 1 to "]),
     ("train.steps=true", ["train.steps=True", "an integer from 1 to "]),
-    ("train.eval_batches=0", ["train.eval_batches=0", "an integer from 1 to ", "use 16"]),
+    ("train.eval_batches=0", ["train.eval_batches=0", "an integer from 1 to ", "use 2"]),
     ("train.eval_batches=1.5", ["train.eval_batches=1.5", "an integer from 1 to "]),
     ("train.eval_batch=1", ["train.eval_batch is unknown", "did you mean train.eval_batches?"]),
     ("train.lr=-1", ["train.lr=-1", "a number from 1e-12 to 100", "use 0.01"]),
