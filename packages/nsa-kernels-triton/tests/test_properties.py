@@ -20,6 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_BY_ONE: Any = dict.fromkeys(("cmp", "select", "slc", "win"), "triton")
 FUSED = Where(backend="triton", device=DEVICE, dtype=torch.float32)
 BRANCHES = evolve(FUSED, backend=ONE_BY_ONE)
+# one K and V for all branches
+SHARED, SHARED_BRANCHES = (evolve(where, has_shared_keys=True) for where in (FUSED, BRANCHES))
 
 # n = 3 and l / d = 1, which no power of two hides; a window that ends inside a tile
 ODD = BlockGeometry(4, 4, 12, 3, 0, 1, 17)
@@ -32,81 +34,102 @@ def shape_id(shape: Shape) -> str:
     return "packed" if shape.lengths else "dense" if shape.geometry is SMALL else "odd geometry"
 
 
-each_shape = pytest.mark.parametrize("shape", [DENSE, WIDE, PACKED], ids=shape_id)
-each_dense = pytest.mark.parametrize("shape", [DENSE, WIDE], ids=shape_id)
+def each(*shapes: Shape, where: Where, shared: Where) -> pytest.MarkDecorator:
+    """Return a mark for all shapes at both places; in CI the place with one K and V takes the last shape alone."""
+    return pytest.mark.parametrize(
+        ("shape", "where"),
+        [pytest.param(shape, where, id=shape_id(shape)) for shape in shapes]
+        + [
+            pytest.param(shape, shared, id=f"{shape_id(shape)}, shared", marks=() if shape is shapes[-1] else pytest.mark.slow)
+            for shape in shapes
+        ],
+    )
+
+
+each_shape = each(WIDE, DENSE, PACKED, where=FUSED, shared=SHARED)
+each_dense = each(WIDE, DENSE, where=FUSED, shared=SHARED)
+each_place = pytest.mark.parametrize(
+    "where", [pytest.param(FUSED, id="separate"), pytest.param(SHARED, id="shared", marks=pytest.mark.slow)]
+)
 
 
 @each_shape
-def test_future_tokens_never_change_past_outputs_or_choices(shape: Shape) -> None:
-    properties.check_past_outputs_and_choices(shape, 21, FUSED)
+def test_future_tokens_never_change_past_outputs_or_choices(shape: Shape, where: Where) -> None:
+    properties.check_past_outputs_and_choices(shape, 21, where)
 
 
 @each_shape
-def test_past_outputs_have_no_gradient_at_future_inputs(shape: Shape) -> None:
-    properties.check_past_outputs_ignore_future_inputs(shape, 20, FUSED)
+def test_past_outputs_have_no_gradient_at_future_inputs(shape: Shape, where: Where) -> None:
+    properties.check_past_outputs_ignore_future_inputs(shape, 20, where)
 
 
 @each_shape
-def test_future_tokens_never_change_past_gradients(shape: Shape) -> None:
-    properties.check_past_gradients(shape, 22, FUSED)
+def test_future_tokens_never_change_past_gradients(shape: Shape, where: Where) -> None:
+    properties.check_past_gradients(shape, 22, where)
 
 
 @each_shape
-def test_permuting_heads_of_a_group_permutes_outputs_and_keeps_the_choice(shape: Shape) -> None:
-    properties.check_heads_permute_within_groups(shape, FUSED)
+def test_permuting_heads_of_a_group_permutes_outputs_and_keeps_the_choice(shape: Shape, where: Where) -> None:
+    properties.check_heads_permute_within_groups(shape, where)
 
 
-def test_packed_sequences_equal_separate_ones() -> None:
-    properties.check_packed_equals_separate(PACKED, FUSED)
+@each_place
+def test_packed_sequences_equal_separate_ones(where: Where) -> None:
+    properties.check_packed_equals_separate(PACKED, where)
 
 
 @each_dense
-def test_steps_over_stores_equal_one_pass(shape: Shape) -> None:
-    properties.check_steps_equal_whole(shape, (1, 7, 8, 30), FUSED)
+def test_steps_over_stores_equal_one_pass(shape: Shape, where: Where) -> None:
+    properties.check_steps_equal_whole(shape, (1, 7, 8, 30), where)
 
 
 @each_dense
-def test_sequences_of_a_step_may_stand_anywhere(shape: Shape) -> None:
-    properties.check_mixed_steps(evolve(shape, batch=3), FUSED)
+def test_sequences_of_a_step_may_stand_anywhere(shape: Shape, where: Where) -> None:
+    properties.check_mixed_steps(evolve(shape, batch=3), where)
 
 
-def test_permuting_the_batch_permutes_outputs() -> None:
-    properties.check_batch_permutes(evolve(DENSE, num_queries=21), FUSED)
+@each_place
+def test_permuting_the_batch_permutes_outputs(where: Where) -> None:
+    properties.check_batch_permutes(evolve(DENSE, num_queries=21), where)
 
 
-def test_a_zero_gate_equals_an_absent_branch() -> None:
-    properties.check_zero_gate_is_an_absent_branch(DENSE, BRANCHES)
+@pytest.mark.parametrize("where", [BRANCHES, pytest.param(SHARED_BRANCHES, marks=pytest.mark.slow)], ids=["separate", "shared"])
+def test_a_zero_gate_equals_an_absent_branch(where: Where) -> None:
+    properties.check_zero_gate_is_an_absent_branch(DENSE, where)
 
 
 @each_dense
-def test_covering_branches_equal_dense_attention(shape: Shape) -> None:
-    properties.check_equals_dense(evolve(shape, num_queries=29), FUSED)
+def test_covering_branches_equal_dense_attention(shape: Shape, where: Where) -> None:
+    properties.check_equals_dense(evolve(shape, num_queries=29), where)
 
 
-@each_shape
-def test_outputs_and_all_gradients_equal_the_oracle_branch_by_branch(shape: Shape) -> None:
-    properties.check_agrees_with_oracle(shape, BRANCHES)
+@each(WIDE, DENSE, PACKED, where=BRANCHES, shared=SHARED_BRANCHES)
+def test_outputs_and_all_gradients_equal_the_oracle_branch_by_branch(shape: Shape, where: Where) -> None:
+    properties.check_agrees_with_oracle(shape, where)
 
 
+@each_place
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (16, 1), (6, 3)], ids=str)
-def test_outputs_and_all_gradients_equal_the_oracle_at_any_group(heads: tuple[int, int]) -> None:
+def test_outputs_and_all_gradients_equal_the_oracle_at_any_group(heads: tuple[int, int], where: Where) -> None:
     shape = Shape(num_queries=27, num_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=16, head_dim_v=8, seed=5)
-    properties.check_agrees_with_oracle(shape, FUSED)
+    properties.check_agrees_with_oracle(shape, where)
 
 
+@each_place
 @pytest.mark.parametrize("head_dims", [(1, 1), (40, 24), (80, 96), (192, 128), (256, 256)], ids=str)
-def test_outputs_and_all_gradients_equal_the_oracle_at_any_head_dimension(head_dims: tuple[int, int]) -> None:
+def test_outputs_and_all_gradients_equal_the_oracle_at_any_head_dimension(head_dims: tuple[int, int], where: Where) -> None:
     shape = Shape(num_queries=19, num_heads=2, num_kv_heads=1, head_dim_qk=head_dims[0], head_dim_v=head_dims[1], seed=6)
-    properties.check_agrees_with_oracle(shape, FUSED)
+    properties.check_agrees_with_oracle(shape, where)
 
 
+@each_place
 @pytest.mark.parametrize(
     "geometry",
     [BlockGeometry(1, 1, 4, 3, 0, 1, 4), BlockGeometry(6, 3, 6, 5, 2, 1, 1), BlockGeometry(8, 2, 16, 2, 1, 1, 40)],
     ids=["l = d = 1", "d = 3, w = 1", "l = 4 d, n l' < w"],
 )
-def test_outputs_and_all_gradients_equal_the_oracle_in_any_geometry(geometry: BlockGeometry) -> None:
-    properties.check_agrees_with_oracle(evolve(DENSE, geometry=geometry, num_queries=33, seed=7), FUSED)
+def test_outputs_and_all_gradients_equal_the_oracle_in_any_geometry(geometry: BlockGeometry, where: Where) -> None:
+    properties.check_agrees_with_oracle(evolve(DENSE, geometry=geometry, num_queries=33, seed=7), where)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -126,7 +149,7 @@ PACKED_ONLY = {"equals dense": False, "mixed steps": False, "packed equals separ
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("where", [FUSED, BRANCHES], ids=["fused", "branches"])
+@pytest.mark.parametrize("where", [FUSED, BRANCHES, SHARED], ids=["fused", "branches", "fused, shared"])
 @pytest.mark.parametrize("name", [*CHECKS, *WITH_ROW])
 def test_the_properties_hold_of_drawn_shapes(name: str, where: Where) -> None:
     @settings(max_examples=500 if DEVICE == "cuda" else 25, deadline=None)

@@ -242,6 +242,8 @@ class NativeSparseAttention(nn.Module):
             raise InputError(
                 f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
             )
+        if cache is not None:
+            checks.check_device("x", x, "the cache", cache.lengths)
         if cache is not None and cache.config is not self.config and cache.config != self.config:
             raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
 

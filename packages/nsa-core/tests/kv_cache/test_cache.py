@@ -342,7 +342,7 @@ def test_a_crop_below_0_is_refused(random_layer, random_input, static):
         cache.crop(4)
 
 
-@pytest.mark.parametrize("counts", [-1, [1], [1, 1, 1], [0, -1], 1.5, None, "1", [0, None]])
+@pytest.mark.parametrize("counts", [-1, [1], [1, 1, 1], [0, -1], 1.5, None, "1", [0, None], True, 1j])
 def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, counts):
     cache = random_layer(CONFIG).new_cache(2, 30)
 
@@ -350,6 +350,10 @@ def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, co
         cache.crop(counts)
 
     assert str(caught.value) == f"num_tokens={counts} (0 or more, one per sequence); give 2 counts"
+
+
+def test_a_cache_of_no_sequence_takes_no_counts(random_layer):
+    random_layer(CONFIG).new_cache(0, 30).crop([])
 
 
 @given(data=st.data(), chosen=st.lists(st.integers(0, 2), max_size=4))

@@ -1,5 +1,9 @@
 """A paged cache: the numbers of a contiguous one; pages are reserved, shared and freed by the caller."""
 
+import random
+from collections import Counter
+from contextlib import suppress
+
 import attrs
 import pytest
 import torch
@@ -147,6 +151,32 @@ def test_selected_and_cropped_sequences_of_pages_go_on(random_layer, random_inpu
             InputError,
             "pages=[3, 3] (each once, at most 5 of a sequence); drop what is too much",
         ),
+        (
+            lambda cache: cache.pages.assign(1, [0.5, 1.5]),
+            InputError,
+            "pages=[0.5, 1.5] is no list of integers (the host counts the readers of each); use [0, 1]",
+        ),
+        (
+            lambda cache: cache.pages.assign(1, torch.tensor([3])),
+            InputError,
+            "pages=tensor([3]) is no list of integers (the host counts the readers of each); use [0, 1]",
+        ),
+        (
+            lambda cache: cache.pages.assign(1, 3),
+            InputError,
+            "pages=3 is no list of integers (the host counts the readers of each); use [0, 1]",
+        ),
+        (lambda cache: cache.pages.assign("1", [3]), InputError, "sequence '1' is none (the cache holds 2); use 0 .. 1"),
+        (
+            lambda cache: cache.reserve(0, 12, length=-5),
+            InputError,
+            "num_tokens=12, length=-5 (integers of at least 0); use what the sequence will hold, and holds",
+        ),
+        (
+            lambda cache: cache.reserve(0, 12.0, length=10),
+            InputError,
+            "num_tokens=12.0, length=10 (integers of at least 0); use what the sequence will hold, and holds",
+        ),
         (lambda cache: cache.pages.assign(0, [3]), InputError, "sequence 0 has 3 pages (each holds tokens); free it first"),
         (lambda cache: cache.pages.free(2), InputError, "sequence 2 is none (the cache holds 2); use 0 .. 1"),
         (
@@ -222,3 +252,39 @@ def test_a_sequence_that_adds_nothing_loses_nothing(random_layer, random_input):
 
     layer(random_input(3, 1, 8), cache=cache, query_count=int32([0, 1, 0]))
     assert cache.bounds.overflowed.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_table_is_what_the_pages_of_the_sequences_are(random_layer, static):
+    """After any calls the table, the free pages and the extents are those of a table that is written anew."""
+    draws = random.Random(0)
+    cache = random_layer(CONFIG).new_cache(4, 24, static=static, page_size=4, num_pages=20)
+    pages = cache.pages
+    for _ in range(200):
+        b, act = draws.randrange(4), draws.choice(("reserve", "free", "reorder", "assign"))
+        have = pages.pages_of(b)
+        if act == "reserve":
+            with suppress(CacheOverflowError):
+                cache.reserve(b, draws.randrange(25), length=draws.randrange(4 * len(have) + 1))
+        elif act == "free" and have:
+            pages.free(b)
+        elif act == "reorder":
+            pages.reorder([draws.choice((0, 1, 2, 3, b, None)) for _ in range(4)])
+        elif act == "assign" and not have:
+            pages.assign(b, draws.sample(range(20), 3))
+        held = [pages.pages_of(b) for b in range(4)]
+        readers = Counter(page for each in held for page in each)
+        assert pages.num_free == 20 - len(readers)
+        assert pages.table.tolist() == [[*each, *[-1] * (6 - len(each))] for each in held]
+        ends = [max([place + 1 for place, page in enumerate(each) if readers[page] > 1], default=0) for each in held]
+        assert pages.extents.tolist() == [[4 * len(each) for each in held], [4 * end for end in ends]]
+
+
+def test_a_step_that_needs_no_page_writes_no_table(random_layer):
+    cache = random_layer(CONFIG).new_cache(2, 20, page_size=4)
+    cache.reserve(0, 6, length=0)
+    before = cache.pages.table._version
+    cache.reserve(0, 7, length=6)
+    assert cache.pages.table._version == before
+    cache.reserve(0, 9, length=8)
+    assert cache.pages.table._version > before

@@ -169,6 +169,31 @@ def test_a_reset_sequence_begins_anew_while_others_go_on(random_layer, random_in
     assert_close(layer(x, cache=cache), layer(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_of_a_reset_may_be_on_another_device_than_the_cache(random_layer, dtype):
+    """Tensors on the meta device stand for a GPU's: an index of another device or dtype is no index of `index_fill_`."""
+    layer = random_layer(CONFIG).to("meta")
+    cache = layer.new_cache(2, 20, static=True)
+    before = cache.bounds.reached._version
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        # a static cache waits for its device to learn of lost tokens
+        cache.reset(torch.tensor([1], dtype=dtype))
+    cache.bounds.lost = lambda _: None
+    cache.reset(torch.tensor([1], dtype=dtype))
+    assert cache.bounds.reached._version > before
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_indices_of_32_bits_name_the_sequences_that_are_reset(random_layer, random_input, static):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 20, static=static)
+    x = random_input(2, 9, 8)
+    layer(x, cache=cache)
+    cache.reset(torch.tensor([1], dtype=torch.int32))
+    assert cache.lengths.tolist() == [9, 0]
+    torch.testing.assert_close(layer(x, cache=cache)[1], layer(x)[1])
+
+
 def test_a_reset_of_a_sequence_that_lost_tokens_says_so_and_leaves_it_empty(random_layer, random_input):
     layer, x = random_layer(CONFIG), random_input(2, 12, 8)
     cache = layer.new_cache(2, 10, static=True)

@@ -18,7 +18,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
 from nsa_core.kv_cache.options import DEFAULTS, CacheOptions
-from nsa_core.kv_cache.pages import PageTable
+from nsa_core.kv_cache.pages import UNLIMITED, PageTable
 from nsa_core.kv_cache.step_graphs import StepGraphs
 from nsa_core.kv_cache.stores import StoreOptions, Stores
 from nsa_core.reference.append import join_rows
@@ -27,8 +27,7 @@ from nsa_core.varlen import compressed_lengths
 
 FIRST_CAPACITY = 1024
 """Initial capacity of a growing cache, in tokens per sequence, unless its bound is lower."""
-UNLIMITED = 2**31 - 1
-"""The longest sequence: positions are int32."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_FORMS = 64
 """Most entries of `NSACache.known_forms`."""
 
@@ -230,10 +229,12 @@ class NSACache:
 
         Raises:
             CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
-            InputError: for a cache without pages, or a sequence that it does not hold.
+            InputError: for a cache without pages, a sequence that it does not hold, or numbers below 0 or that are no integers.
         """
         if self.pages is None:
             raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
+        if not (checks.is_size(num_tokens, 0) and checks.is_size(length, 0)):
+            raise InputError(f"num_tokens={num_tokens!r}, length={length!r} (integers of at least 0); use what the sequence will hold, and holds")
         geometry = self.config.geometry
         first_open = blocks.num_compressed_blocks(length, geometry) * geometry.compression_stride
         copies = self.pages.own(sequence, first_open // self.pages.page_size, max(num_tokens, length))
@@ -274,7 +275,9 @@ class NSACache:
             # refused below
             counts = torch.tensor(-1)
         counts = counts.expand(self.batch_size) if not counts.dim() else counts
-        if counts.shape != (self.batch_size,) or counts.is_floating_point() or bool((counts < 0).any()):
+        # an empty list has a dtype of torch's choice
+        is_counted = counts.dtype in INTEGERS or not (counts.numel() or isinstance(num_tokens, Tensor))
+        if counts.shape != (self.batch_size,) or not is_counted or bool((counts < 0).any()):
             shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
             raise InputError(f"num_tokens={shown} (0 or more, one per sequence); give {self.batch_size} counts")
         self.bounds.crop(counts.long(), self.max_rollback)
@@ -289,7 +292,8 @@ class NSACache:
         """
         chosen = None if indices is None else self._checked(indices)
         lost = self.bounds.lost(chosen)
-        self.bounds.reset(indices)
+        # a cache that grows reads indices on the host alone
+        self.bounds.reset(chosen if self.is_static else indices)
         for x in (self.lengths, self._last_reads, self._total_reads):
             x.zero_() if chosen is None else x.index_fill_(0, chosen, 0)
         if lost:

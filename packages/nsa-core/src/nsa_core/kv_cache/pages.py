@@ -1,15 +1,20 @@
 """PageTable: which pages of a cache's stores hold which tokens of which sequence. It is kept on the host and writes a table on the device."""
 
+import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa_core import checks
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.varlen import compressed_lengths
+
+UNLIMITED = 2**31 - 1
+"""The longest sequence: positions are int32."""
 
 
 class Copies(NamedTuple):
@@ -32,7 +37,8 @@ class PageTable:
         self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32)
         self._pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._num_readers = [0] * num_pages
-        self._free = list(range(num_pages))[::-1]
+        self._free = list(range(num_pages))
+        """A heap: the lowest page is taken first."""
 
     @property
     def num_free(self) -> int:
@@ -56,16 +62,17 @@ class PageTable:
         """Assign pages to a sequence that has none, in the order of its tokens; pages of other sequences become shared.
 
         Raises:
-            InputError: for a sequence that has pages, or pages that the stores do not have, or one named twice.
+            InputError: for a sequence that has pages, or pages that are no integers or beyond the stores, or one named twice.
         """
         if self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
-        outside = [page for page in pages if not 0 <= page < self.num_pages]
-        if outside:
+        if not isinstance(pages, Sequence) or not all(checks.is_size(page, -UNLIMITED) for page in pages):
+            raise InputError(f"pages={pages!r:.120} is no list of integers (the host counts the readers of each); use [0, 1]")
+        if outside := [page for page in pages if not 0 <= page < self.num_pages]:
             raise InputError(f"page {outside[0]} is beyond the store (it has {self.num_pages} pages); use 0 .. {self.num_pages - 1}")
         if len(set(pages)) < len(pages) or len(pages) > self.table.shape[1]:
             raise InputError(f"pages={list(pages)} (each once, at most {self.table.shape[1]} of a sequence); drop what is too much")
-        self._replace(sequence, list(pages))
+        self._replace(sequence, [int(page) for page in pages])
 
     def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
         """Make a sequence the only owner of its pages from number `first` on, enough for `num_tokens` tokens; return the copies to make.
@@ -86,7 +93,9 @@ class PageTable:
                 f"sequence {sequence} needs {count} more pages for {num_tokens} tokens ({self.num_free} of {self.num_pages} are free); "
                 f"free a sequence, or build the cache with num_pages={self.num_pages + count - self.num_free}"
             )
-        fresh = self._free[: -count - 1 : -1] if count else []
+        if not count:
+            return Copies([], [])
+        fresh = heapq.nsmallest(count, self._free)
         copies = Copies([pages[place] for place in shared], fresh[: len(shared)])
         for place, page in zip(shared, fresh, strict=False):
             pages[place] = page
@@ -105,29 +114,51 @@ class PageTable:
 
     def reorder(self, sources: Sequence[int | None]) -> None:
         """Replace the sequences by those of `sources`, whose pages are shared where two name the same; None: one without pages."""
-        self._write([[] if source is None else list(self._pages[source]) for source in sources])
+        self._pages = [[] if source is None else list(self._pages[source]) for source in sources]
+        readers = Counter(page for have in self._pages for page in have)
+        self._num_readers = [readers[page] for page in range(self.num_pages)]
+        self._free = [page for page in range(self.num_pages) if not readers[page]]
+        width = self.table.shape[1]
+        if len(sources) != self.table.shape[0]:
+            self.table, self.extents = self.table.new_empty(len(sources), width), self.extents.new_empty(2, len(sources))
+            self._host_extents = torch.empty(2, len(sources), dtype=torch.int32)
+        table = torch.tensor([self._row(sequence) for sequence in range(len(sources))], dtype=torch.int32).view(-1, width)
+        self.table.copy_(table, non_blocking=True)
+        self._write_extents(range(len(sources)))
 
     def _replace(self, sequence: int, pages: list[int]) -> None:
-        self._write([pages if place == sequence else have for place, have in enumerate(self._pages)])
+        """Store the pages of one sequence, and update what depends on them."""
+        had = self._pages[sequence]
+        self._pages[sequence] = pages
+        gone, new = set(had).difference(pages), set(pages).difference(had)
+        for change, changed in ((-1, gone), (1, new)):
+            for page in changed:
+                self._num_readers[page] += change
+        if taken := {page for page in new if self._num_readers[page] == 1}:
+            self._free = [page for page in self._free if page not in taken]
+            heapq.heapify(self._free)
+        for page in gone:
+            if not self._num_readers[page]:
+                heapq.heappush(self._free, page)
+        self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32), non_blocking=True)
+        # a page that one sequence more or less reads may begin or end to be shared for the others
+        is_shared = any(self._num_readers[page] for page in gone) or any(self._num_readers[page] > 1 for page in new)
+        self._write_extents(range(len(self._pages)) if is_shared else (sequence,))
 
-    def _write(self, pages: list[list[int]]) -> None:
-        """Store the pages of every sequence and update the tensors, in place unless the number of sequences changes."""
-        self._pages = pages
-        readers = Counter(page for have in pages for page in have)
-        self._num_readers = [readers[page] for page in range(self.num_pages)]
-        self._free = [page for page in range(self.num_pages)[::-1] if not readers[page]]
-        width = self.table.shape[1]
-        table = torch.tensor([have + [-1] * (width - len(have)) for have in pages], dtype=torch.int32).view(-1, width)
-        held = [min(len(have) * self.page_size, self.max_seqlen) for have in pages]
-        shared = [max([place + 1 for place, page in enumerate(have) if readers[page] > 1], default=0) * self.page_size for have in pages]
-        if table.shape != self.table.shape:
-            self.table, self.extents = self.table.new_empty(table.shape), self.extents.new_empty(2, len(pages))
-            self._host_extents = torch.empty(2, len(pages), dtype=torch.int32)
-        self._host_extents.copy_(torch.tensor([held, shared], dtype=torch.int32))
-        self.table.copy_(table, non_blocking=True)
+    def _row(self, sequence: int) -> list[int]:
+        have = self._pages[sequence]
+        return have + [-1] * (self.table.shape[1] - len(have))
+
+    def _write_extents(self, sequences: Iterable[int]) -> None:
+        """Update the tokens that the pages of `sequences` hold, in place."""
+        for sequence in sequences:
+            have = self._pages[sequence]
+            shared = next((place + 1 for place in reversed(range(len(have))) if self._num_readers[have[place]] > 1), 0)
+            self._host_extents[0, sequence] = min(len(have) * self.page_size, self.max_seqlen)
+            self._host_extents[1, sequence] = shared * self.page_size
         self.extents.copy_(self._host_extents, non_blocking=True)
 
     def _checked(self, sequence: int) -> int:
-        if not 0 <= sequence < len(self._pages):
-            raise InputError(f"sequence {sequence} is none (the cache holds {len(self._pages)}); use 0 .. {len(self._pages) - 1}")
+        if not checks.is_size(sequence, 0) or sequence >= len(self._pages):
+            raise InputError(f"sequence {sequence!r} is none (the cache holds {len(self._pages)}); use 0 .. {len(self._pages) - 1}")
         return sequence
