@@ -13,6 +13,8 @@ from nsa_bench import layer
 from nsa_bench.cli import run_command
 from nsa_bench.layer import LayerSteps, linear_maps, make_layer_cases, measure_layer
 from nsa_bench.options import LayerOptions
+from nsa_bench.routes import RouteRecorder
+from nsa_core.backends.base import Operation
 from nsa_core.blocks import predicted_reads
 from nsa_core.module import NativeSparseAttention
 
@@ -39,6 +41,7 @@ def test_each_case_is_timed_without_and_with_counted_reads(tmp_path: Path, capsy
     for row in rows:
         assert (row["ms_graph"], row["ms_captured"], row["reason"]) == ("", "", "")
         assert 0 < float(row["ms_projections"]) < float(row["ms_eager"])
+        assert 0 < float(row["ms_operations"]) < float(row["ms_eager"])
         # q, k and v of three branches, two maps of the gates, the output; float32
         assert int(row["weight_bytes"]) == 4 * (32 * (64 + 3 * 32 + 3 * 16) + 32 * 32 + gate_weights())
     counted = [row for row in rows if row["count_reads"] == "True"]
@@ -65,6 +68,24 @@ def test_the_cache_is_filled_by_the_layer_and_holds_every_step(monkeypatch: pyte
     steps.cache.check()
 
 
+@torch.no_grad()
+def test_repeated_operations_of_a_step_append_and_attend_and_change_nothing() -> None:
+    case = cases_of()[0]
+    registry = RouteRecorder.of_installed()
+    built = NativeSparseAttention(case.config(), registry=registry).eval()
+    steps = LayerSteps(built, case, torch.device("cpu"), step_graphs=False)
+    recorded = steps.operations(torch.ones(2, 1, 32))
+    assert recorded.operations[0] is Operation.APPEND
+    assert Operation.NSA in recorded.operations or {Operation.SLC, Operation.WIN} < set(recorded.operations)
+    assert Operation.ROTATE not in recorded.operations
+
+    stores = [*steps.cache.keys.values(), *steps.cache.values.values(), steps.cache.lengths]
+    before = [x.clone() for x in stores]
+    recorded.repeat()
+    assert all(torch.equal(x, y) for x, y in zip(before, stores, strict=True))
+    assert built.registry is registry
+
+
 def test_all_linear_maps_of_a_step_are_timed() -> None:
     for kv, projections in (("separate", 7), ("shared", 3)):
         built = NativeSparseAttention(cases_of(kv=kv)[0].config())
@@ -78,7 +99,7 @@ def test_all_linear_maps_of_a_step_are_timed() -> None:
 def test_wrong_reads_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "predicted_reads", lambda held, geometry: predicted_reads(held, geometry) + 1)
     without, counted = (measure_layer(case, torch.device("cpu")) for case in cases_of())
-    assert set(without.times) == {"projections", "eager"}
+    assert set(without.times) == {"projections", "operations", "eager"}
     assert counted.times == {}
     assert counted.failure is not None
     assert "tokens were read (Table 4:" in counted.failure

@@ -1,8 +1,9 @@
 """`nsa-bench layer`: time a decode step of a whole layer, with its projections, RoPE, gates and output.
 
-The layer itself fills a static cache with random rows. Its steps are timed in four ways: the linear maps alone, the step in one CUDA graph, the
-step as the layer's ordinary call (a cache on a GPU captures its steps), and the same call with captures off. Nothing is written to L2 between two
-steps: the weights of a layer with hidden size 4,096 fill it. A layer gets no times if its reads are wrong, or if captured and eager outputs differ.
+The layer itself fills a static cache with random rows. Its steps are timed in five ways: the linear maps alone, the operations of the backends
+(append and attention) alone, the step in one CUDA graph, the step as the layer's ordinary call (a cache on a GPU captures its steps), and the same
+call with captures off. Nothing is written to L2 between two steps: the weights of a layer with hidden size 4,096 fill it. A layer gets no times if
+its reads are wrong, or if captured and eager outputs differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from nsa_bench.measurement import back_to_back_ms, common_columns, describe_fail
 from nsa_bench.options import LayerOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
-from nsa_bench.routes import RouteRecorder
+from nsa_bench.routes import CallRecorder, RouteRecorder
 from nsa_core.blocks import predicted_reads
 from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.kv_cache import NSACache
@@ -40,9 +41,9 @@ GPU_STEPS, CPU_STEPS = 40, 3
 """Steps of a loop. A time is the median of LOOPS loops, each divided by its steps."""
 FILL_TOKENS = 65536
 """Tokens of all sequences together that the layer reads at a time when it fills the cache."""
-WAYS = ("projections", "graph", "captured", "eager")
-"""What is timed: the linear maps of a step alone, by CUDA graph; the step in one CUDA graph, with the cache's second streams; the layer's ordinary
-call with a cache that captures its steps; and that call with captures off."""
+WAYS = ("projections", "operations", "graph", "captured", "eager")
+"""What is timed: the linear maps of a step alone, and its operations alone, each by CUDA graph; the step in one CUDA graph, with the cache's second
+streams; the layer's ordinary call with a cache that captures its steps; and that call with captures off."""
 
 
 @frozen(kw_only=True)
@@ -84,7 +85,7 @@ class LayerResult:
     failure: str | None = None
     routes: str = ""
     times: dict[str, float] = attrs.field(factory=dict)
-    """Way -> time, of WAYS. Without a GPU nothing is captured, and the projections run from Python."""
+    """Way -> time, of WAYS. Without a GPU nothing is captured, and projections and operations run from Python."""
     error: float | None = None
     """Largest difference of a captured step from the eager one."""
     reads_actual: int | None = None
@@ -121,8 +122,8 @@ def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
 def steps_of_a_cache(device: torch.device) -> int:
     """Return the most steps that a measurement runs on one cache."""
     by_call = WARM_UPS + LOOPS * _steps(device)
-    # a step before the capture, and the replays
-    return CHECKED_STEPS + by_call + (1 + by_call if device.type == "cuda" else 0)
+    # a step before the capture, and the replays; or the step whose operations are repeated
+    return CHECKED_STEPS + by_call + (1 + by_call if device.type == "cuda" else 1)
 
 
 def _steps(device: torch.device) -> int:
@@ -186,6 +187,10 @@ def measure_layer(case: LayerCase, device: torch.device) -> LayerResult:
         if way == "captured":
             times["graph"] = step_ms(replay_of(again, device), device)
             result = attrs.evolve(result, error=max_error(outs["captured"], outs["eager"]))
+        else:
+            operations = steps.operations(rows[0]).repeat
+            times["operations"] = step_ms(replay_of(operations, device) if is_gpu else operations, device)
+            del operations
         steps.cache.check()
         # the next cache gets its memory
         del steps, again
@@ -226,6 +231,17 @@ class LayerSteps:
         """Return the layer's output `(B, S, hidden_size)` for x of the same shape, which the cache takes."""
         out: Tensor = self.layer(x, cache=self.cache)
         return out
+
+    def operations(self, x: Tensor) -> CallRecorder:
+        """Return the operations of one more step; repeated, they write and read the same rows again."""
+        before = self.layer.registry
+        assert before is not None
+        recorded = self.layer.registry = CallRecorder(before)
+        try:
+            self.step(x)
+        finally:
+            self.layer.registry = before
+        return recorded
 
     def figures(self) -> dict[str, Any]:
         """Return the columns of the cache and of the reads of the last of CHECKED_STEPS steps."""

@@ -1,6 +1,8 @@
 """A registry that records which backends ran, and the check of a named backend."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,6 +52,43 @@ class RouteRecorder(BackendRegistry):
     def served(self) -> str:
         """Return the backends that ran, as text; see `text_of`."""
         return text_of(self._served)
+
+
+class CallRecorder(BackendRegistry):
+    """A registry of another's backends that keeps each call of an operation except RoPE's, to repeat it."""
+
+    def __init__(self, registry: BackendRegistry) -> None:
+        """Register the backends of `registry`."""
+        self._calls: list[tuple[Operation, Callable[[], object]]] = []
+        super().__init__(tuple(RecordedBackend(backend, self._calls) for backend in registry.backends))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Return the operations that were called, in order."""
+        return [operation for operation, _ in self._calls]
+
+    def repeat(self) -> None:
+        """Repeat the calls, in order, with the same operands."""
+        for _, call in self._calls:
+            call()
+
+
+class RecordedBackend:
+    """A backend that adds its calls to `calls`."""
+
+    def __init__(self, backend: BranchBackend, calls: list[tuple[Operation, Callable[[], object]]]) -> None:
+        """Stand for `backend`."""
+        self._backend, self._calls = backend, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation."""
+        call = partial(self._backend, *operands, **keywords)
+        if self._backend.operation is not Operation.ROTATE:
+            self._calls.append((self._backend.operation, call))
+        return call()
 
 
 def text_of(routes: Mapping[str, str]) -> str:

@@ -66,7 +66,11 @@ class PageTable:
         """
         if self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
-        if not isinstance(pages, Sequence) or not all(checks.is_size(page, -UNLIMITED) for page in pages):
+        try:
+            are_integers = all(checks.is_size(page, -UNLIMITED) for page in pages)
+        except TypeError:
+            are_integers = False
+        if not are_integers:
             raise InputError(f"pages={pages!r:.120} is no list of integers (the host counts the readers of each); use [0, 1]")
         if outside := [page for page in pages if not 0 <= page < self.num_pages]:
             raise InputError(f"page {outside[0]} is beyond the store (it has {self.num_pages} pages); use 0 .. {self.num_pages - 1}")
