@@ -15,8 +15,8 @@ from nsa_bench.attention.targets import Target, target_jobs
 from nsa_bench.cases import SHAPES, Case, head_shape, parse_geometry
 from nsa_bench.measurement import Direction, Measurement, Setup, Timing
 from nsa_bench.options import ResultFiles
-from nsa_bench.reporting import collect, number
-from nsa_bench.results import Output
+from nsa_bench.reporting import collect
+from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder
 
 CASE = Case(shape=SHAPES["S"], seq_len=64, dtype=torch.float32)

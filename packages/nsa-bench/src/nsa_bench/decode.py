@@ -24,8 +24,7 @@ from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
 from nsa_bench.peers import DECODE_PEERS, DecodePeer
-from nsa_bench.reporting import number
-from nsa_bench.results import Output
+from nsa_bench.results import Output, number
 from nsa_bench.routes import check_name
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend

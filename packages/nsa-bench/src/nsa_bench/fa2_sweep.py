@@ -20,8 +20,8 @@ from nsa_bench.cases import DTYPES, Case, find_device, given, head_shape, length
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
 from nsa_bench.options import SweepOptions
-from nsa_bench.reporting import number, progress_line
-from nsa_bench.results import Output
+from nsa_bench.reporting import progress_line
+from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder
 
 KNEE = 0.9

@@ -26,8 +26,7 @@ from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, giv
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import GenerateOptions
-from nsa_bench.reporting import number
-from nsa_bench.results import Output
+from nsa_bench.results import Output, number
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
 from nsa_core.dense_attention import DenseAttention

@@ -30,8 +30,8 @@ from nsa_bench.measurement import (
     times_in_turn,
 )
 from nsa_bench.options import PrefillOptions
-from nsa_bench.reporting import GIB, number
-from nsa_bench.results import Output
+from nsa_bench.reporting import GIB
+from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder, check_name
 from nsa_core.attention import append_rows, attend, nsa_attention
 from nsa_core.backends.base import NewBlocks, Queries

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 from rich.console import Console
 
-from nsa_bench.backends import run_backends
 from nsa_bench.errors import OptionError
 from nsa_bench.options import CallShape, ResultFiles
-from nsa_bench.reporting import number
-from nsa_bench.results import Output, describe, to_json
+from nsa_bench.results import Output, describe, number, to_json
 
 MOST_RESULT = 64 * 2**20
 """Maximum bytes of a result file; a larger file is not one of ours."""
@@ -198,6 +196,9 @@ def _distinct(files: Sequence[Path]) -> dict[str, Path]:
 
 def routing_of_this_machine() -> bytes:
     """Return the JSON of `nsa-bench backends` on this machine."""
+    # it loads torch, which a page of results does not need
+    from nsa_bench.backends import run_backends
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "routing.json"
         run_backends(None, None, CallShape(), Output(ResultFiles(json_file=file), screen=Console(file=StringIO())))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nsa_bench.cases import DENSE, Case, HeadShape
 from nsa_bench.measurement import Direction, Measurement, common_columns, to_row
-from nsa_bench.results import Output
+from nsa_bench.results import Output, number
 
 GIB = 2**30
 FEW = 10
@@ -134,11 +134,3 @@ def _error(line: list[Measurement]) -> tuple[Text, Text]:
     worst = max(checks, key=lambda check: check.limit_used)
     style = "" if worst.limit_used <= 1 else "bold"
     return Text(f"{worst.error:.1e} {worst.error_of}", style=style), Text(f"{worst.limit_used:.2f}", style=style)
-
-
-def number(value: float | None) -> str:
-    """Return a figure to four digits, "-" for none."""
-    if value is None:
-        return "-"
-    rounded = float(f"{value:.4g}")
-    return f"{value:.4g}" if abs(rounded) < 1e4 else f"{rounded:,.0f}"

@@ -145,3 +145,11 @@ def flatten(environment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{inner}", item) for inner, item in value.items())
         else:
             yield name, value
+
+
+def number(value: float | None) -> str:
+    """Return a figure to four digits, "-" for none."""
+    if value is None:
+        return "-"
+    rounded = float(f"{value:.4g}")
+    return f"{value:.4g}" if abs(rounded) < 1e4 else f"{rounded:,.0f}"

@@ -31,8 +31,7 @@ from nsa_bench.measurement import (
     time_call,
 )
 from nsa_bench.options import SelectOptions
-from nsa_bench.reporting import number
-from nsa_bench.results import Output
+from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder, check_backend, reasons_against
 from nsa_core import BackendRegistry, BlockGeometry, Operation
 from nsa_core.blocks import num_selection_blocks

@@ -38,8 +38,8 @@ from nsa_bench.cases import (
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
 from nsa_bench.options import ThresholdOptions
-from nsa_bench.reporting import number, progress_line
-from nsa_bench.results import Output, to_json
+from nsa_bench.reporting import progress_line
+from nsa_bench.results import Output, number, to_json
 from nsa_bench.routes import RouteRecorder, reasons_against
 from nsa_core import Operation
 from nsa_core.backends.thresholds import FORMAT, SCHEMA, read_table, user_file

@@ -34,8 +34,10 @@ from nsa_train.settings.options import (
     check_path,
     check_sampling,
     check_seconds,
+    check_source,
     check_text,
     read_prompts,
+    require_there,
     resume_step,
 )
 from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
@@ -85,16 +87,16 @@ def run(
 ) -> int | Answer:
     """Train the model of RECIPE."""
     step = None if resume is None else resume_step(resume)
-    if step not in (None, AUTO) and out is not None and not out.exists() and not print_config:
-        # a mistyped path is refused before torch is loaded
-        raise ConfigError(RunDirectory(out).why_not_resumable())
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
-    config = _checked_config(recipe, overrides)
     if print_config:
-        print(to_toml(config), end="")
+        print(to_toml(load_config(recipe, overrides)), end="")
         return 0
+    # a mistyped path is refused before torch is loaded
     if step is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
+    if step not in (None, AUTO) and out is not None and (reason := RunDirectory(out).why_not_resumable()):
+        raise ConfigError(reason)
+    config = _checked_config(recipe, overrides)
     folder = out or _default_out(recipe)
     check_path("--out", folder)
     flags = ["--synthetic-on-fail"] if synthetic_on_fail else []
@@ -378,6 +380,7 @@ def evaluate(
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)
     check_folder(folder)
+    require_there({"RUN_OR_EXPORT": model, "--twin": twin})
     from nsa_train.evaluation.evaluation import run_evaluation
 
     return Answer(0, run_evaluation(model, twin, options, device=device, out=folder, say=warn))
@@ -488,6 +491,7 @@ def import_(
 ) -> int:
     """Create a run at OUT that begins with the weights of SOURCE; `nsa-train resume OUT` trains it."""
     check_path("OUT", out)
+    check_source(source)
     overrides = settled(set_ or (), say=warn)
     from nsa_train.checkpoint.hugging_face import import_run
 
@@ -515,6 +519,7 @@ def convert(
 ) -> int:
     """Convert the dense checkpoint SOURCE to an NSA model, verify it layer by layer, and write a recipe that trains it."""
     check_path("--out", out)
+    check_source(source)
     from nsa_train.checkpoint.converting import convert as convert_checkpoint
 
     for line in convert_checkpoint(source, out, kv=kv, gates=gates, nsa=nsa or (), layers=layers, say=warn):

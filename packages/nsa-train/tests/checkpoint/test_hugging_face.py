@@ -212,7 +212,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "theta": (lambda folder: _config(folder, rope_theta=1e6), 2, "has rope_theta"),
     "not json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json cannot be read"),
     "vocabulary": (lambda folder: _config(folder, vocab_size=100), 1, "embedding.weight expected"),
-    "gone": (shutil.rmtree, 2, "config.json cannot be read"),
+    "gone": (shutil.rmtree, 2, "is no folder (nothing is downloaded)"),
 }
 
 

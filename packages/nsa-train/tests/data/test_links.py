@@ -106,3 +106,21 @@ def test_two_links_in_a_circle_end_in_a_line(records: Path) -> None:
     (records / "other").symlink_to(".")
     with pytest.raises(DataError, match=r"matches 10,\d+ names of 1 files, and more \(folders hold links to folders above them\); remove"):
         files_of([f"{records}/**/*.jsonl"], Reading())
+
+
+def test_a_link_to_a_file_beside_a_link_to_the_folder_is_a_name_of_the_file(records: Path) -> None:
+    """Through the folder's link 40 times, the file's own link is one more than the system follows."""
+    (records / "soft.jsonl").symlink_to("a.jsonl")
+    found, dropped = _found(f"{records}/**/*.jsonl")
+    assert found == ["a.jsonl"]
+    assert len(dropped) > 40
+    (records / "other").symlink_to(".")
+    with pytest.raises(DataError, match=r"matches 10,\d+ names of 2 files, and more \(folders hold links to folders above them\); remove"):
+        files_of([f"{records}/**/*.jsonl"], Reading())
+
+
+def test_a_link_in_a_circle_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").symlink_to("two.jsonl")
+    (tmp_path / "two.jsonl").symlink_to("one.jsonl")
+    with pytest.raises(DataError, match=r"one.jsonl cannot be read \(Too many levels of symbolic links\)"):
+        files_of([f"{tmp_path}/*.jsonl"], Reading())

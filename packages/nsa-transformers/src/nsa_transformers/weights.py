@@ -43,6 +43,7 @@ class Stored:
         if folder.is_dir():
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
+            require_own_names(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
             require_config(inner, cls.config_class.model_type, is_needed=kwargs.get("config") is None)
             require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
@@ -189,12 +190,17 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
                 names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
-        # Transformers would take the prefix off, and such a tensor in place of the model's own
-        if prefixed := [name for name in names if name.startswith(PREFIX)]:
-            raise InputError(f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export")
         if twice := [name for name in names if name in holders]:
             raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
         holders |= dict.fromkeys(names, file)
+
+
+def require_own_names(folder: Path, *, variant: str | None = None) -> None:
+    """Raise InputError if a tensor in `folder` has PREFIX, which Transformers would take off: it would replace the model's own tensor."""
+    for file in weight_files(folder, variant=variant):
+        with safe_open(file, "pt") as opened:
+            if prefixed := [name for name in opened.keys() if name.startswith(PREFIX)]:  # noqa: SIM118
+                raise InputError(f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export")
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:

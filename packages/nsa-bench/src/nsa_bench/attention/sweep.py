@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nsa_bench.cases import Case, Recorded, Selection, head_shape
 from nsa_bench.measurement import Direction, Job, Measurement, to_row
-from nsa_bench.reporting import number
+from nsa_bench.results import number
 from nsa_core import BlockGeometry
 
 LIMIT = 1.5

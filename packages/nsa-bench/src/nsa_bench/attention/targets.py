@@ -14,7 +14,8 @@ from rich.text import Text
 from nsa_bench.baselines import BASELINES
 from nsa_bench.cases import KIBI, SHAPES, Case, HeadShape, Selection, head_shape
 from nsa_bench.measurement import Direction, Job, Measurement
-from nsa_bench.reporting import best_dense, median_of, number
+from nsa_bench.reporting import best_dense, median_of
+from nsa_bench.results import number
 
 FWD, BOTH = Direction
 RANDOM, TRAINED = Selection

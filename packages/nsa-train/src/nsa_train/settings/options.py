@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
@@ -143,6 +143,32 @@ def check_sampling(
         raise ConfigError.of(problems)
 
 
+def check_source(source: Path) -> None:
+    """Check that `source` is a folder, before torch is loaded.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"SOURCE={str(source)!r} is no folder (nothing is downloaded); name one that holds config.json and safetensors")
+
+
+def require_there(inputs: Mapping[str, Path | None]) -> None:
+    """Check that the paths of `inputs` (argument -> path; None: left out) exist, before torch is loaded.
+
+    Raises:
+        ConfigError: a line for each that does not.
+    """
+    if problems := list(_missing(inputs)):
+        raise ConfigError("\n".join(problems))
+
+
+def _missing(inputs: Mapping[str, Path | None]) -> Iterator[str]:
+    for name, path in inputs.items():
+        if path is not None and not path.exists():
+            yield f"{name}={str(path)!r} does not exist; name a {'text file' if name == '--text' else 'run, a checkpoint or an exported folder'}"
+
+
 def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:
     """Check the options of `nsa-train explore`; no output may overwrite an input or another output.
 
@@ -154,11 +180,7 @@ def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path
     Raises:
         ConfigError: a line for each that breaks its rule.
     """
-    problems = [
-        f"{name}={str(path)!r} does not exist; name a {'text file' if name == '--text' else 'run, a checkpoint or an exported folder'}"
-        for name, path in inputs.items()
-        if path is not None and not path.exists()
-    ]
+    problems = list(_missing(inputs))
     if tokens is not None and tokens < 1:
         problems.append(f"--tokens={tokens} is not an integer from 1 up; use 256, or leave it out for the whole text")
     taken = {path.resolve(): name for name, path in inputs.items() if path is not None}

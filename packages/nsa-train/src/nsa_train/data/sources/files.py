@@ -1,5 +1,6 @@
 """Local files: names and globs to files, the state of each file at the start of a run, and the base class of their blocks."""
 
+import errno
 import glob
 import os
 import stat
@@ -223,8 +224,6 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
         files = {path: identity for path, identity in names.items() if len(names) == 1 or not path.is_dir()}
         if not files:
             raise DataError(f"data.path: {pattern!r} matches {len(names)} folders and no file; name files, such as '{pattern}/*'")
-        for path in files:
-            _require_regular(path)
         own: dict[object, Path] = {}
         for path, identity in files.items():
             # keep the name that leads through the fewest folders
@@ -232,6 +231,7 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
                 own[identity] = path
         for path, identity in files.items():
             if path == own[identity]:
+                _require_regular(path)
                 kept.setdefault(identity, path)
         reading.dropped += [(path, kept[identity]) for path, identity in files.items() if path != kept[identity]]
     return list(kept.values())
@@ -255,13 +255,30 @@ def _names_of(pattern: str) -> dict[Path, object]:
                 f"data.path: {pattern!r} matches {len(found):,} names of {len(identities):,} files, and more (folders hold links to folders "
                 "above them); remove those links, or use a glob without '**'"
             )
+    if any(isinstance(identity, Place) for identity in found.values()):
+        # the same entry of the same folder, by a name with fewer links
+        shorter = {_place_of(name): identity for name, identity in found.items() if not isinstance(identity, Place)}
+        found = {name: shorter.get(identity, identity) for name, identity in found.items()}
     return {Path(name): found[name] for name in sorted(found)} or {Path(pattern): pattern}
+
+
+class Place(NamedTuple):
+    """An entry of a folder: the identity of a name with more links than the system follows."""
+
+    folder: object
+    entry: str
+
+
+def _place_of(name: str) -> Place:
+    return Place(_identity(str(Path(name).parent)), Path(name).name)
 
 
 def _identity(name: str) -> object:
     try:
         status = Path(name).stat()
-    except (OSError, ValueError):
+    except OSError as error:
+        return _place_of(name) if error.errno == errno.ELOOP and Path(name).parent != Path(name) else name
+    except ValueError:
         return name
     return status.st_dev, status.st_ino
 
