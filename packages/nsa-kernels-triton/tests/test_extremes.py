@@ -182,19 +182,27 @@ def future_rows(position: int, x: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_rows_without_a_gradient_give_none_whatever_their_scores_are(dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("positions", [(1, 3, 5), (2, 4, 6)], ids=["keys", "values"])
+def test_rows_without_a_gradient_give_none_whatever_their_keys_and_values_are(
+    positions: tuple[int, ...], dtype: torch.dtype, size: float
+) -> None:
     shape = Shape(num_queries=NUM_QUERIES, num_heads=2, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
     inputs = make_inputs(shape, dtype, DEVICE)
     huge = Inputs.of(x.clone() for x in inputs.tensors)
-    for position in (1, 3, 5):
+    for position in positions:
         rows = future_rows(position, huge.tensors[position])
         rows.copy_(size * torch.sign(rows))
     before, after = gradients_of_the_past(inputs), gradients_of_the_past(huge)
+    assert before[1].isfinite().all()
     assert torch.equal(before[0][:, :SILENT_FROM], after[0][:, :SILENT_FROM])
     for position, (x, y) in enumerate(zip(before[1:], after[1:], strict=True)):
         assert not future_rows(position, y).any()
         length = x.shape[1] - future_rows(position, x).shape[1]
-        assert torch.equal(x[:, :length], y[:, :length])
+        if dtype == torch.float16 and 2 in positions:
+            # huge values anywhere lower the power of two by which dS is multiplied
+            torch.testing.assert_close(x[:, :length], y[:, :length], rtol=2**-9, atol=2**-10)
+        else:
+            assert torch.equal(x[:, :length], y[:, :length])
 
 
 def poisoned(inputs: Inputs, name: str, row: int, value: float) -> Inputs:

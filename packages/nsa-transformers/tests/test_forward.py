@@ -303,7 +303,10 @@ def test_keys_of_other_models_are_not_ignored(tiny_config, name):
         (lambda ids: {"input_ids": ids.float()}, r"input_ids is torch.float32 \(ids are int32 or int64\); use input_ids.long\(\)"),
         (lambda ids: {"input_ids": ids.tolist()}, r"input_ids is a list \(the layout is \(B, S\)\); use torch.tensor\(input_ids\)"),
         (lambda ids: {"inputs_embeds": torch.zeros(2, 5, 16)}, r"inputs_embeds has width 16 \(the model's hidden_size is 32\)"),
-        (lambda ids: {"input_ids": ids, "position_ids": torch.arange(20.0)[None]}, r"position_ids is torch.float32 .*use position_ids.long\(\)"),
+        (
+            lambda ids: {"input_ids": ids, "position_ids": torch.arange(20.0)[None]},
+            r"position_ids is torch.float32 .*use position_ids.long\(\)",
+        ),
         (lambda ids: {"input_ids": ids, "labels": ids[:, :10]}, r"labels are torch.int64 of shape \(2, 10\) .*int64 \(2, 20\)"),
         (lambda ids: {"input_ids": ids, "labels": ids.int()}, r"labels are torch.int32 of shape \(2, 20\) .*int64 \(2, 20\)"),
         (lambda ids: {"input_ids": ids, "labels": ids + 50}, r"labels hold \d+ \(the vocabulary has ids 0 .. 49, and -100 marks"),

@@ -325,6 +325,9 @@ def test_a_window_alone_attends_over_a_cache(holds: str) -> None:
         win = Keys(*rings, 40, ring=True)
     out = attend(Queries(inputs.q[batch, index], rows, start=start), None, None, win, inputs.gates[batch, index], geometry=SMALL)
     assert relative_error(out, whole[batch, index]) < 1e-12
+    if holds == "the whole sequences":
+        step = (inputs.q[batch, index], *absent, inputs.k_win, inputs.v_win, inputs.gates[batch, index])
+        assert relative_error(nsa_attention(*step, geometry=SMALL, query_start=start), whole[batch, index]) < 1e-12
 
 
 def test_the_compressed_branch_alone_attends_over_a_cache() -> None:

@@ -200,7 +200,9 @@ def require_own_names(folder: Path, *, variant: str | None = None) -> None:
     for file in weight_files(folder, variant=variant):
         with safe_open(file, "pt") as opened:
             if prefixed := [name for name in opened.keys() if name.startswith(PREFIX)]:  # noqa: SIM118
-                raise InputError(f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export")
+                raise InputError(
+                    f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export"
+                )
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:

@@ -234,7 +234,9 @@ class NSACache:
         if self.pages is None:
             raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
         if not (checks.is_size(num_tokens, 0) and checks.is_size(length, 0)):
-            raise InputError(f"num_tokens={num_tokens!r}, length={length!r} (integers of at least 0); use what the sequence will hold, and holds")
+            raise InputError(
+                f"num_tokens={num_tokens!r}, length={length!r} (integers of at least 0); use what the sequence will hold, and holds"
+            )
         geometry = self.config.geometry
         first_open = blocks.num_compressed_blocks(length, geometry) * geometry.compression_stride
         copies = self.pages.own(sequence, first_open // self.pages.page_size, max(num_tokens, length))

@@ -94,6 +94,8 @@ def _dscores(
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
+        # huge values may make the product with dO infinite
+        dweights = gl.where(is_visible, dweights, 0.0)
         # as `tiles.refined_delta`, without a gradient of lse; below WIDEST_REFINED the sum of all weights is 1 to 2^-12, so 1 + lack
         # divides by it
         lack = 1 - gl.sum(weights, 1)

@@ -212,6 +212,8 @@ def _dq_step(
         if MASK == BOTH_ENDS:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = tl.where(is_visible, restrained(weights, shift[:, None]), 0.0)
+        # huge values may make the product with dO infinite
+        dweights = tl.where(is_visible, dweights, 0.0)
         delta = refined_delta(weights, dweights, delta, dlse, shift, start >= ends_from, EXACT)
     dscores = weights * (dweights - delta[:, None])
     if k1.dtype == tl.float16:
@@ -370,7 +372,7 @@ def _dkdv_step(
         dv2 = dot(cast(weights, dout1.dtype), dout2, dv2)
     dscores = weights * (dweights - delta[None, :])
     if MASK != NONE:
-        # the end of a store may be NaN
+        # the end of a store may be NaN, and huge values may make the product with dO infinite
         dscores = tl.where(is_visible, dscores, 0.0)
     if q1.dtype == tl.float16:
         dscores *= lowering

@@ -288,7 +288,8 @@ def backward_kernel(
         if V2 > 0:
             dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, True)
             dweights = dot(dout2, tl.trans(v2), dweights)
-        dscores = weights * (dweights - delta[:, None])
+        # huge values may make the product with dO infinite
+        dscores = tl.where(is_visible, weights * (dweights - delta[:, None]), 0.0)
         if q1.dtype == tl.float16:
             dscores *= lowering
         dscores = cast(dscores, q1.dtype)
