@@ -523,7 +523,7 @@ CACHES: dict[str, dict[str, Any]] = {
     [
         # pages and FP8 lie in static caches
         pytest.param(
-            options, kv, marks=pytest.mark.slow if name == "static" or (kv == "shared") != (name == "grows") else (), id=f"{name}-{kv}"
+            options, kv, marks=pytest.mark.slow if name == "static" or (kv == "shared") != (name == "pages") else (), id=f"{name}-{kv}"
         )
         for name, options in CACHES.items()
         for kv in ("separate", "shared")

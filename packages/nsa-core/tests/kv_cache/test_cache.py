@@ -352,6 +352,12 @@ def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, co
     assert str(caught.value) == f"num_tokens={counts} (0 or more, one per sequence); give 2 counts"
 
 
+def test_a_cache_on_another_device_is_refused(random_layer, random_input):
+    cache = random_layer(CONFIG).to("meta").new_cache(2, 30)
+    with pytest.raises(InputError, match="x is on cpu, the cache on meta"):
+        random_layer(CONFIG)(random_input(2, 3, 8), cache=cache)
+
+
 def test_a_cache_of_no_sequence_takes_no_counts(random_layer):
     random_layer(CONFIG).new_cache(0, 30).crop([])
 

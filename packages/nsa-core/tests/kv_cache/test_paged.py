@@ -154,17 +154,12 @@ def test_selected_and_cropped_sequences_of_pages_go_on(random_layer, random_inpu
         (
             lambda cache: cache.pages.assign(1, [0.5, 1.5]),
             InputError,
-            "pages=[0.5, 1.5] is no list of integers (the host counts the readers of each); use [0, 1]",
-        ),
-        (
-            lambda cache: cache.pages.assign(1, torch.tensor([3])),
-            InputError,
-            "pages=tensor([3]) is no list of integers (the host counts the readers of each); use [0, 1]",
+            "pages=[0.5, 1.5] is no list of integers (they number pages); use [0, 1]",
         ),
         (
             lambda cache: cache.pages.assign(1, 3),
             InputError,
-            "pages=3 is no list of integers (the host counts the readers of each); use [0, 1]",
+            "pages=3 is no list of integers (they number pages); use [0, 1]",
         ),
         (lambda cache: cache.pages.assign("1", [3]), InputError, "sequence '1' is none (the cache holds 2); use 0 .. 1"),
         (
@@ -278,6 +273,23 @@ def test_the_table_is_what_the_pages_of_the_sequences_are(random_layer, static):
         assert pages.table.tolist() == [[*each, *[-1] * (6 - len(each))] for each in held]
         ends = [max([place + 1 for place, page in enumerate(each) if readers[page] > 1], default=0) for each in held]
         assert pages.extents.tolist() == [[4 * len(each) for each in held], [4 * end for end in ends]]
+
+
+def test_pages_that_a_tensor_numbers_are_counted(random_layer):
+    cache = random_layer(CONFIG).new_cache(2, 20, page_size=4, num_pages=6)
+    cache.pages.assign(0, torch.tensor([0, 2]))
+    cache.reserve(1, 8, length=0)
+    assert cache.pages.pages_of(1) == (1, 3)
+
+
+def test_the_lowest_free_page_is_taken_first(random_layer):
+    cache = random_layer(CONFIG).new_cache(3, 20, page_size=4, num_pages=6)
+    for b in range(3):
+        cache.reserve(b, 8, length=0)
+    cache.pages.free(1)
+    cache.pages.free(0)
+    cache.reserve(1, 12, length=0)
+    assert cache.pages.pages_of(1) == (0, 1, 2)
 
 
 def test_a_step_that_needs_no_page_writes_no_table(random_layer):

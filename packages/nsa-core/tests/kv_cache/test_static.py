@@ -169,20 +169,6 @@ def test_a_reset_sequence_begins_anew_while_others_go_on(random_layer, random_in
     assert_close(layer(x, cache=cache), layer(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_indices_of_a_reset_may_be_on_another_device_than_the_cache(random_layer, dtype):
-    """Tensors on the meta device stand for a GPU's: an index of another device or dtype is no index of `index_fill_`."""
-    layer = random_layer(CONFIG).to("meta")
-    cache = layer.new_cache(2, 20, static=True)
-    before = cache.bounds.reached._version
-    with pytest.raises(NotImplementedError, match="nonzero"):
-        # a static cache waits for its device to learn of lost tokens
-        cache.reset(torch.tensor([1], dtype=dtype))
-    cache.bounds.lost = lambda _: None
-    cache.reset(torch.tensor([1], dtype=dtype))
-    assert cache.bounds.reached._version > before
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_indices_of_32_bits_name_the_sequences_that_are_reset(random_layer, random_input, static):
     layer = random_layer(CONFIG)

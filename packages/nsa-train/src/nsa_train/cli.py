@@ -36,8 +36,8 @@ from nsa_train.settings.options import (
     check_seconds,
     check_source,
     check_text,
+    check_there,
     read_prompts,
-    require_there,
     resume_step,
 )
 from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
@@ -380,7 +380,7 @@ def evaluate(
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)
     check_folder(folder)
-    require_there({"RUN_OR_EXPORT": model, "--twin": twin})
+    check_there({"RUN_OR_EXPORT": model, "--twin": twin})
     from nsa_train.evaluation.evaluation import run_evaluation
 
     return Answer(0, run_evaluation(model, twin, options, device=device, out=folder, say=warn))

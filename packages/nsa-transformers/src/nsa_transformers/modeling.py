@@ -301,8 +301,8 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """Return the prompts with their continuations; see `GenerationMixin.generate`.
 
         Raises:
-            InputError: for a prompt that is empty, no batch or padded on the right, ids beyond the vocabulary, or a `cache_implementation`
-                that cannot hold NSA.
+            InputError: for a prompt that is empty, no batch or padded on the right, ids beyond the vocabulary, a `cache_implementation`
+                that cannot hold NSA, or drafts after a cache that holds tokens.
             CacheOverflowError: if the prompt with continuation and drafts does not fit into the given cache.
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
@@ -321,8 +321,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             require_known_ids(ids, self.config.vocab_size)
             is_empty = ids.numel() == 0 or (mask is not None and bool((mask == 0).all(1).any()))
             if is_empty and embedded is None:
-                found = "a prompt is empty" if len(ids) else "the batch has no prompt"
-                raise InputError(f"{found} (the model needs a first token); begin it with the tokenizer's eos_token")
+                if not len(ids):
+                    raise InputError(f"input_ids has shape {tuple(ids.shape)} (the batch has no prompt); pass at least one row")
+                raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
             require_new_tokens(kwargs.get("past_key_values"), ids)
             if given.is_assistant and mask is None:
                 # the target drops a mask of ones, and an accepted token may be the pad token

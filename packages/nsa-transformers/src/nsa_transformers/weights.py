@@ -17,8 +17,6 @@ ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
 """Names of the files of weights that `save_pretrained` writes; those of an adapter are others."""
-PREFIX = "model."
-"""`base_model_prefix` of the classes, and a dot."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -27,6 +25,7 @@ class Stored:
     """Mixin of a `PreTrainedModel`: `from_pretrained` refuses what it cannot load completely, `save_pretrained` writes checksums."""
 
     config_class: Any
+    base_model_prefix: str
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,9 +42,9 @@ class Stored:
         if folder.is_dir():
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
-            require_own_names(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
             require_config(inner, cls.config_class.model_type, is_needed=kwargs.get("config") is None)
+            require_own_names(inner, f"{cls.base_model_prefix}.", variant=kwargs.get("variant"))
             require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
         parent: Any = super()
         try:
@@ -195,13 +194,13 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
         holders |= dict.fromkeys(names, file)
 
 
-def require_own_names(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError if a tensor in `folder` has PREFIX, which Transformers would take off: it would replace the model's own tensor."""
+def require_own_names(folder: Path, prefix: str, *, variant: str | None = None) -> None:
+    """Raise InputError if a tensor in `folder` has `prefix`, which Transformers would take off: it would replace the model's own tensor."""
     for file in weight_files(folder, variant=variant):
         with safe_open(file, "pt") as opened:
-            if prefixed := [name for name in opened.keys() if name.startswith(PREFIX)]:  # noqa: SIM118
+            if prefixed := [name for name in opened.keys() if name.startswith(prefix)]:  # noqa: SIM118
                 raise InputError(
-                    f"{file} holds {prefixed[0]} (names of this model have no {PREFIX!r} in front); use the files of one export"
+                    f"{file} holds {prefixed[0]} (names of this model have no {prefix!r} in front); use the files of one export"
                 )
 
 

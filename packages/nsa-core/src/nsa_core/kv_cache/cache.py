@@ -18,7 +18,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
 from nsa_core.kv_cache.options import DEFAULTS, CacheOptions
-from nsa_core.kv_cache.pages import UNLIMITED, PageTable
+from nsa_core.kv_cache.pages import PageTable
 from nsa_core.kv_cache.step_graphs import StepGraphs
 from nsa_core.kv_cache.stores import StoreOptions, Stores
 from nsa_core.reference.append import join_rows
@@ -27,6 +27,8 @@ from nsa_core.varlen import compressed_lengths
 
 FIRST_CAPACITY = 1024
 """Initial capacity of a growing cache, in tokens per sequence, unless its bound is lower."""
+UNLIMITED = 2**31 - 1
+"""The longest sequence: positions are int32."""
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_FORMS = 64
 """Most entries of `NSACache.known_forms`."""

@@ -1,8 +1,9 @@
 """PageTable: which pages of a cache's stores hold which tokens of which sequence. It is kept on the host and writes a table on the device."""
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,6 @@ from nsa_core import checks
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.varlen import compressed_lengths
-
-UNLIMITED = 2**31 - 1
-"""The longest sequence: positions are int32."""
 
 
 class Copies(NamedTuple):
@@ -37,8 +35,7 @@ class PageTable:
         self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32)
         self._pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._num_readers = [0] * num_pages
-        self._free = list(range(num_pages))
-        """A heap: the lowest page is taken first."""
+        self._free = set(range(num_pages))
 
     @property
     def num_free(self) -> int:
@@ -67,16 +64,15 @@ class PageTable:
         if self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
         try:
-            are_integers = all(checks.is_size(page, -UNLIMITED) for page in pages)
+            # a tensor's numbers become the host's, which counts the readers of each page
+            pages = [index(page) for page in pages]
         except TypeError:
-            are_integers = False
-        if not are_integers:
-            raise InputError(f"pages={pages!r:.120} is no list of integers (the host counts the readers of each); use [0, 1]")
+            raise InputError(f"pages={pages!r:.120} is no list of integers (they number pages); use [0, 1]") from None
         if outside := [page for page in pages if not 0 <= page < self.num_pages]:
             raise InputError(f"page {outside[0]} is beyond the store (it has {self.num_pages} pages); use 0 .. {self.num_pages - 1}")
         if len(set(pages)) < len(pages) or len(pages) > self.table.shape[1]:
-            raise InputError(f"pages={list(pages)} (each once, at most {self.table.shape[1]} of a sequence); drop what is too much")
-        self._replace(sequence, [int(page) for page in pages])
+            raise InputError(f"pages={pages} (each once, at most {self.table.shape[1]} of a sequence); drop what is too much")
+        self._replace(sequence, pages)
 
     def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
         """Make a sequence the only owner of its pages from number `first` on, enough for `num_tokens` tokens; return the copies to make.
@@ -99,7 +95,7 @@ class PageTable:
             )
         if not count:
             return Copies([], [])
-        fresh = heapq.nsmallest(count, self._free)
+        fresh = nsmallest(count, self._free)
         copies = Copies([pages[place] for place in shared], fresh[: len(shared)])
         for place, page in zip(shared, fresh, strict=False):
             pages[place] = page
@@ -121,7 +117,7 @@ class PageTable:
         self._pages = [[] if source is None else list(self._pages[source]) for source in sources]
         readers = Counter(page for have in self._pages for page in have)
         self._num_readers = [readers[page] for page in range(self.num_pages)]
-        self._free = [page for page in range(self.num_pages) if not readers[page]]
+        self._free = {page for page in range(self.num_pages) if not readers[page]}
         width = self.table.shape[1]
         if len(sources) != self.table.shape[0]:
             self.table, self.extents = self.table.new_empty(len(sources), width), self.extents.new_empty(2, len(sources))
@@ -138,12 +134,8 @@ class PageTable:
         for change, changed in ((-1, gone), (1, new)):
             for page in changed:
                 self._num_readers[page] += change
-        if taken := {page for page in new if self._num_readers[page] == 1}:
-            self._free = [page for page in self._free if page not in taken]
-            heapq.heapify(self._free)
-        for page in gone:
-            if not self._num_readers[page]:
-                heapq.heappush(self._free, page)
+        self._free -= new
+        self._free |= {page for page in gone if not self._num_readers[page]}
         self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32), non_blocking=True)
         # a page that one sequence more or less reads may begin or end to be shared for the others
         is_shared = any(self._num_readers[page] for page in gone) or any(self._num_readers[page] > 1 for page in new)

@@ -38,7 +38,7 @@ def resume_step(text: str) -> int:
 
 
 def read_prompts(source: Path) -> list[str]:
-    """Return the prompts of a file, or of standard input if `source` is "-": one per line, without lines of spaces.
+    """Return the prompts of a file, or of standard input if `source` is "-": one per line, without blank lines.
 
     Raises:
         ConfigError: if it cannot be read, or holds none.
@@ -153,14 +153,14 @@ def check_source(source: Path) -> None:
         raise ConfigError(f"SOURCE={str(source)!r} is no folder (nothing is downloaded); name one that holds config.json and safetensors")
 
 
-def require_there(inputs: Mapping[str, Path | None]) -> None:
+def check_there(inputs: Mapping[str, Path | None]) -> None:
     """Check that the paths of `inputs` (argument -> path; None: left out) exist, before torch is loaded.
 
     Raises:
         ConfigError: a line for each that does not.
     """
     if problems := list(_missing(inputs)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.of(problems)
 
 
 def _missing(inputs: Mapping[str, Path | None]) -> Iterator[str]:

@@ -225,10 +225,9 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
         if not files:
             raise DataError(f"data.path: {pattern!r} matches {len(names)} folders and no file; name files, such as '{pattern}/*'")
         own: dict[object, Path] = {}
-        for path, identity in files.items():
-            # keep the name that leads through the fewest folders
-            if identity not in own or len(path.parts) < len(own[identity].parts):
-                own[identity] = path
+        # keep the name that leads through the fewest folders, of those that the system follows to a file
+        for path, identity in sorted(files.items(), key=lambda item: (not item[0].is_file(), len(item[0].parts))):
+            own.setdefault(identity, path)
         for path, identity in files.items():
             if path == own[identity]:
                 _require_regular(path)
@@ -257,7 +256,7 @@ def _names_of(pattern: str) -> dict[Path, object]:
             )
     if any(isinstance(identity, Place) for identity in found.values()):
         # the same entry of the same folder, by a name with fewer links
-        shorter = {_place_of(name): identity for name, identity in found.items() if not isinstance(identity, Place)}
+        shorter: dict[object, object] = {_place_of(name): identity for name, identity in found.items() if not isinstance(identity, Place)}
         found = {name: shorter.get(identity, identity) for name, identity in found.items()}
     return {Path(name): found[name] for name in sorted(found)} or {Path(pattern): pattern}
 
