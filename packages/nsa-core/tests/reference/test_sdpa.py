@@ -81,6 +81,7 @@ def num_choices(case: Case) -> int:
     return rows * case.shape.num_kv_heads * (1 if case.shape.lengths else case.shape.batch)
 
 
+@pytest.mark.slow
 def test_gathered_blocks_in_one_row_steps_conform_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiles.SCRATCH_BYTES, "cpu", 1)
     monkeypatch.setattr(branches, "MASKED_RATIO", 0)
