@@ -434,7 +434,7 @@ def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
 
 @pytest.mark.usefixtures("simulated")
 def test_huge_values_of_the_future_change_no_bit_of_past_dq():
-    """Of the interval branches; dK, dV and the selected branch are open."""
+    """The interval branches alone: dK, dV and the selected branch are open."""
     seen, before, after = gradients_of_silent_rows((64, 64), (2, 6))
     assert before[0].isfinite().all()
     assert torch.equal(before[0][:, : seen[0]], after[0][:, : seen[0]])

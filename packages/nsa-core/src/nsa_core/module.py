@@ -244,8 +244,8 @@ class NativeSparseAttention(nn.Module):
             )
         if cache is not None:
             checks.check_device("x", x, "the cache", cache.lengths)
-        if cache is not None and cache.config is not self.config and cache.config != self.config:
-            raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
+            if cache.config is not self.config and cache.config != self.config:
+                raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)

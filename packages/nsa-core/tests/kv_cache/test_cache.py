@@ -359,7 +359,10 @@ def test_a_cache_on_another_device_is_refused(random_layer, random_input):
 
 
 def test_a_cache_of_no_sequence_takes_no_counts(random_layer):
-    random_layer(CONFIG).new_cache(0, 30).crop([])
+    cache = random_layer(CONFIG).new_cache(0, 30)
+    cache.crop([])
+    with pytest.raises(InputError, match="give 0 counts"):
+        cache.crop([1])
 
 
 @given(data=st.data(), chosen=st.lists(st.integers(0, 2), max_size=4))
