@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
     barrier,
+    dscores_of,
     find_sequence,
     load_tile,
     lowered_by,
@@ -24,7 +25,6 @@ from nsa_kernels_triton.hopper.tiles import (
     program_position,
     query_rows,
     restrained,
-    rounded,
     start_next,
     start_scores,
     visible_keys,
@@ -168,7 +168,7 @@ def _multiply(
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
-            dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
+            dscores = dscores_of(weights, dweights, delta_smem.index(stage).load(OF_ROWS)[None, :], lowering, EXTREME, dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
             # the next tile's scores are computed after this one's products
             scores = start_next(tile + 1, end_tile, k1, k1, q1_smem, q1_smem, full, zeros, 0, STAGES, False)
@@ -188,7 +188,7 @@ def _multiply(
             factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, EXTREME, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
-        dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
+        dscores = dscores_of(weights, dweights, delta_smem.index(stage).load(OF_ROWS)[None, :], lowering, EXTREME, dtype)
         dv = warpgroup_mma_wait(0, deps=[dv])
         for tile in range(first_tile + 1, end_tile):
             before = (tile - 1) % STAGES
@@ -207,7 +207,7 @@ def _multiply(
                 factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, EXTREME, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
-            dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
+            dscores = dscores_of(weights, dweights, delta_smem.index(stage).load(OF_ROWS)[None, :], lowering, EXTREME, dtype)
             if K2 > 0:
                 dk1, dk2, dv = warpgroup_mma_wait(0, deps=[dk1, dk2, dv])
             else:

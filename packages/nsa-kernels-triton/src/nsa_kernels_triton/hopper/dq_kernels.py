@@ -17,13 +17,13 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.forward_kernels import tile_of
 from nsa_kernels_triton.hopper.tiles import (
     barrier,
+    dscores_of,
     load_keys,
     load_tile,
     lowered_by,
     mask_of,
     power_of_two,
     restrained,
-    rounded,
     start_scores,
     store_tile,
     visible_keys,
@@ -94,8 +94,9 @@ def _dscores(
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
-        # huge values may make the product with dO infinite
-        dweights = gl.where(is_visible, dweights, 0.0)
+        if EXTREME:
+            # huge values may make the product with dO infinite
+            dweights = gl.where(is_visible, dweights, 0.0)
         # as `tiles.refined_delta`, without a gradient of lse; below WIDEST_REFINED the sum of all weights is 1 to 2^-12, so 1 + lack
         # divides by it
         lack = 1 - gl.sum(weights, 1)
@@ -104,7 +105,7 @@ def _dscores(
             has_all = has_all & (gl.abs(shift) < WIDEST_REFINED)
         mean = gl.sum(weights * dweights, 1)
         delta = gl.where(has_all, mean * lack + mean, delta)
-    return rounded(weights * (dweights - delta[:, None]), lowering, dtype)
+    return dscores_of(weights, dweights, delta[:, None], lowering, EXTREME, dtype)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
     LN2,
     barrier,
+    dscores_of,
     hand_over,
     load_tile,
     lowered_by,
@@ -28,7 +29,6 @@ from nsa_kernels_triton.hopper.tiles import (
     power_of_two,
     reciprocal,
     restrained,
-    rounded,
     start_next,
     start_scores,
 )
@@ -173,7 +173,7 @@ def _multiply(
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(1, deps=[dweights])
-        dscores = rounded(weights * (dweights - delta[None, :]), lowering, dtype)
+        dscores = dscores_of(weights, dweights, delta[None, :], lowering, EXTREME, dtype)
         ds_smem.store(dscores)
         dk = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K, 2)), q, dk, is_async=True)
         fence_async_shared()

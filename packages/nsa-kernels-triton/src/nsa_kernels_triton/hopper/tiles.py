@@ -23,8 +23,12 @@ power_of_two = gluon.jit(tiles.power_of_two.fn)
 
 
 @gluon.jit
-def rounded(dscores, lowering, dtype: gl.constexpr):
+def dscores_of(weights, dweights, delta, lowering, EXTREME: gl.constexpr, dtype: gl.constexpr):
     """Return dS in `dtype`; for float16 it is multiplied by `lowering`, so that float16 holds it."""
+    dscores = weights * (dweights - delta)
+    if EXTREME:
+        # for keys that a row does not see, huge values may make dO . v infinite
+        dscores = gl.where(weights == 0, 0.0, dscores)
     if dtype == gl.float16:
         dscores = dscores * lowering
     return dscores.to(dtype)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
-from nsa_kernels_triton.hopper.tiles import barrier, load_tile, lowered_by, power_of_two, rounded, start_next
+from nsa_kernels_triton.hopper.tiles import barrier, dscores_of, load_tile, lowered_by, power_of_two, start_next
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def _multiply_values(
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2)), dout, dv, is_async=True)
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(1, deps=[dweights])
-        ds_smem.store(rounded(weights * (dweights - delta[None, :]), lowering, dtype))
+        ds_smem.store(dscores_of(weights, dweights, delta[None, :], lowering, EXTREME, dtype))
         fence_async_shared()
         barrier()
         dq = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
@@ -99,7 +99,7 @@ def _multiply_keys(
         )  # fmt: skip
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(0, deps=[dweights])
-        dscores = rounded(weights * (dweights - delta[None, :]), lowering, dtype)
+        dscores = dscores_of(weights, dweights, delta[None, :], lowering, EXTREME, dtype)
         dk1 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_1, 2)), q1_smem.index(stage), dk1, is_async=True)
         dk2 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_2, 2)), q2_smem.index(stage), dk2, is_async=True)
         ds_smem.store(dscores)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
+    HUGE,
     RESTRAINED,
     WIDEST_REFINED,
     cast,
@@ -494,13 +495,15 @@ def dkdv_kernel(
 @CachedLaunch
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` the lse, float32, for each (query, head).
 
-    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,).
+    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,), also those of the
+    `num_values` rows of values.
     """
+    HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
@@ -510,16 +513,18 @@ def delta_kernel(
     # a sum, because a maximum may hide NaN
     has_gradient = (tl.sum(tl.abs(dout), 1) != 0) | (dlse != 0)
     _store_delta(out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
-    if dout_ptr.dtype.element_ty == tl.float16:
-        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1))
+    _note_squares(extremes_ptr, 1, tl.sum(dout * dout, 1), HALF)
+    if HALF:
         note_largest(extremes_ptr + 3, tl.abs(dlse))
+    _note_values(v_ptr, extremes_ptr, rows, num_values, D_V, WIDTH, HALF)
 
 
 @CachedLaunch
 @triton.jit
 def branch_deltas_kernel(
-    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, dout_ptr, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr,
-    num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, dout_ptr, gates_ptr,
+    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
 
@@ -530,32 +535,35 @@ def branch_deltas_kernel(
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     _store_branch(
-        cmp_ptr, cmp_lse_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT, HALF
+        cmp_ptr, cmp_lse_ptr, v_cmp_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, num_cmp,
+        D_V, WIDTH, EXACT, HALF,
     )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
     _store_branch(
-        slc_ptr, slc_lse_ptr, dout, gates_ptr + 1, deltas_ptr, shifts_ptr, extremes_ptr + 4, dgates_ptr + 1, rows, exists, D_V, WIDTH, EXACT, HALF
+        slc_ptr, slc_lse_ptr, v_slc_ptr, dout, gates_ptr + 1, deltas_ptr, shifts_ptr, extremes_ptr + 4, dgates_ptr + 1, rows, exists, num_slc,
+        D_V, WIDTH, EXACT, HALF,
     )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
     _store_branch(
-        win_ptr, win_lse_ptr, dout, gates_ptr + 2, deltas_ptr, shifts_ptr, extremes_ptr + 8, dgates_ptr + 2, rows, exists, D_V, WIDTH, EXACT, HALF
+        win_ptr, win_lse_ptr, v_win_ptr, dout, gates_ptr + 2, deltas_ptr, shifts_ptr, extremes_ptr + 8, dgates_ptr + 2, rows, exists, num_win,
+        D_V, WIDTH, EXACT, HALF,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_branch(
-    out_ptr, lse_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists,
+    out_ptr, lse_ptr, v_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists, num_values,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Write the results of `branch_deltas_kernel` for one branch."""
     has_gradient = tl.sum(tl.abs(dout), 1) != 0
     delta = _store_delta(out_ptr, lse_ptr, dout, 0.0, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     tl.store(dgate_ptr + 3 * rows, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
-    if HALF:
-        gate = tl.load(gate_ptr + 3 * rows, mask=exists, other=0.0).to(tl.float32)
-        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1) * tl.maximum(gate * gate, 1.0))
+    gate = tl.load(gate_ptr + 3 * rows, mask=exists, other=0.0).to(tl.float32)
+    _note_squares(extremes_ptr, 1, tl.sum(dout * dout, 1) * tl.maximum(gate * gate, 1.0), HALF)
+    _note_values(v_ptr, extremes_ptr, rows, num_values, D_V, WIDTH, HALF)
 
 
 @triton.jit
@@ -571,10 +579,29 @@ def _store_delta(
     shift = shift_of(lse, EXACT, RESTRAINED)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
-    is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0)
-    # every such row stores; a reduction would cost time in programs without such rows
-    tl.store(extremes_ptr + tl.zeros_like(rows), tl.full(rows.shape, 1, tl.int32), mask=is_extreme)
+    _mark(extremes_ptr, (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0))
     return delta
+
+
+@triton.jit
+def _note_values(v_ptr, extremes_ptr, rows, num_values, D_V: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """Note the extremes of the rows of values that have the numbers of these rows of dO, as far as there are any."""
+    v = load_columns(v_ptr, rows * D_V, rows < num_values, 0, WIDTH, D_V, True).to(tl.float32)
+    _note_squares(extremes_ptr, 2, tl.sum(v * v, 1), HALF)
+
+
+@triton.jit
+def _note_squares(extremes_ptr, number: tl.constexpr, squares, HALF: tl.constexpr):
+    """Note which squared norms of rows are HUGE, and for float16 the largest, as number `number` of the extremes."""
+    _mark(extremes_ptr, (squares < HUGE) == 0)
+    if HALF:
+        note_largest(extremes_ptr + number, squares)
+
+
+@triton.jit
+def _mark(extremes_ptr, is_extreme):
+    """Set the flag of the extremes if some row is extreme; every such row stores, because a reduction costs time if no row is."""
+    tl.store(extremes_ptr + tl.zeros_like(is_extreme.to(tl.int32)), tl.full(is_extreme.shape, 1, tl.int32), mask=is_extreme)
 
 
 @triton.jit
@@ -604,12 +631,3 @@ def _add_splits(splits_ptr, sum_ptr, num_columns, splits, BLOCK: tl.constexpr):
     for split in tl.range(0, splits):
         total += tl.load(splits_ptr + wide(split) * num_columns + columns, mask=exists, other=0.0)
     tl.store(sum_ptr + columns, cast(total, sum_ptr.dtype.element_ty), mask=exists)
-
-
-@CachedLaunch
-@triton.jit
-def value_sizes_kernel(v_ptr, extremes_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Note the largest squared norm of a row of values at `extremes_ptr` + 2; it decides how far dS must be lowered for float16."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
-    note_largest(extremes_ptr + 2, tl.sum(v * v, 1))
