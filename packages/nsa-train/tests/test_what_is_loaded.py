@@ -52,6 +52,8 @@ def test_commands_that_read_files_or_refuse_their_arguments_load_no_torch(tiny_r
         ["run", "demo", "--resume", "--out", str(tmp_path)],
         ["eval", nowhere],
         ["eval", run, "--twin", nowhere],
+        ["eval", run, "--text", nowhere],
+        ["eval", run, "--text", str(tmp_path)],
     ]
     refused += [["convert", nowhere, "--out", f"{nowhere}2"], ["ckpt", "import", nowhere, f"{nowhere}2"]]
     refused += [["explore", nowhere, "--text", nowhere], ["explore", run, "--text", __file__, "--tokens", "0"]]

@@ -1,12 +1,13 @@
 """The options of `nsa-train eval`, which are checked before a model is opened. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
 from attrs import frozen
 
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_RECORDS, open_regular
 from nsa_train.settings.config import listed
 from nsa_train.settings.rules import MOST_SEED
 
@@ -74,6 +75,7 @@ class EvalOptions:
             *_unknown("--mode", modes, Mode),
             *_broken_lengths(_split(lengths)),
             *_broken_numbers(numbers),
+            *_unreadable(texts),
         ]
         if problems:
             raise ConfigError.of(problems)
@@ -85,6 +87,20 @@ class EvalOptions:
             texts=tuple(texts),
             **{name: value for name, value in numbers.items() if value is not None},
         )
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """Return the message for a text that cannot be read."""
+    return f"--text={str(path)!r} cannot be read ({error}); name a UTF-8 text file"
+
+
+def _unreadable(texts: Sequence[Path]) -> Iterator[str]:
+    for path in texts:
+        try:
+            with open_regular(path, MOST_RECORDS):
+                pass
+        except (OSError, ValueError) as error:
+            yield unreadable(path, error)
 
 
 def _split(text: str | None) -> list[str]:

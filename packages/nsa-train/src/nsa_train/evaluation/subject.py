@@ -20,7 +20,7 @@ from nsa_train.data.packing import IGNORED, Batch, Row, collate
 from nsa_train.data.stream import open_validation
 from nsa_train.errors import ConfigError
 from nsa_train.evaluation.modes import RandomChoice, limited_to
-from nsa_train.evaluation.options import EvalOptions, Mode
+from nsa_train.evaluation.options import EvalOptions, Mode, unreadable
 from nsa_train.files import MOST_RECORDS, read_regular
 from nsa_train.model.choosing import registry_of
 
@@ -133,7 +133,7 @@ class Subject:
         try:
             ids = self.opened.tokenizer.encode(read_regular(path, MOST_RECORDS)).numpy()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--text={str(path)!r} cannot be read ({error}); name a UTF-8 text file") from None
+            raise ConfigError(unreadable(path, error)) from None
         most = self.opened.max_position
         if not 2 <= len(ids) <= most:
             raise ConfigError(
