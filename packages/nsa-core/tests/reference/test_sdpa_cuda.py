@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import CacheOverflowError, NativeSparseAttention, NSAConfig
+from nsa_core import CacheOverflowError, NativeSparseAttention, NSAConfig, Operation
 from nsa_core.reference import sdpa
 from nsa_core.testing import properties
 from nsa_core.testing.conformance import check_backend
@@ -38,7 +38,8 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
 def test_every_operation_conforms_to_the_oracle_on_a_gpu(backend: sdpa.SDPABackend) -> None:
     report = check_backend(backend, device="cuda")
-    assert len(report.passed) > 80
+    # turning rows has no geometry, so fewer cases
+    assert len(report.passed) > (30 if backend.operation is Operation.ROTATE else 80)
     assert not report.declined
 
 

@@ -21,8 +21,8 @@ EXTREME_MARGIN = tl.constexpr(2.0**-21)
 """Bound on the rounding of a score and of its lse together, as a share of the score."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
 """Below this shift a sum of weights is exact enough to show a lack of 2^-12; calls with larger shifts run the loops for extremes."""
-HUGE = tl.constexpr(2.0**126)
-"""If all squared norms of values and of dO are below this, their products are finite in float32."""
+HUGE = tl.constexpr(2.0**63)
+"""If all values are below this, and the absolute numbers of each row of dO add up to less, all products of dO and values are finite in float32."""
 
 
 @triton.jit

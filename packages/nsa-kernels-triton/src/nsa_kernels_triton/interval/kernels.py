@@ -495,35 +495,35 @@ def dkdv_kernel(
 @CachedLaunch
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` the lse, float32, for each (query, head).
 
-    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,), also those of the
-    `num_values` rows of values.
+    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). Programs from
+    `num_programs` on note those of the values.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
+    if tl.program_id(0) >= num_programs:
+        _note_values(v_ptr, extremes_ptr, tl.program_id(0) - num_programs, num_values, D_V, WIDTH, HALF, BLOCK_ROWS)
+        return
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     dlse = tl.zeros([BLOCK_ROWS], tl.float32)
     if dlse_ptr is not None:
         dlse = tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
-    # a sum, because a maximum may hide NaN
-    has_gradient = (tl.sum(tl.abs(dout), 1) != 0) | (dlse != 0)
-    _store_delta(out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
-    _note_squares(extremes_ptr, 1, tl.sum(dout * dout, 1), HALF)
+    _store_delta(out_ptr, lse_ptr, dout, dlse, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     if HALF:
+        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1))
         note_largest(extremes_ptr + 3, tl.abs(dlse))
-    _note_values(v_ptr, extremes_ptr, rows, num_values, D_V, WIDTH, HALF)
 
 
 @CachedLaunch
 @triton.jit
 def branch_deltas_kernel(
     cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, dout_ptr, gates_ptr,
-    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win,
+    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
@@ -531,47 +531,52 @@ def branch_deltas_kernel(
     Write also the shifts of their scores, float32 (3, rows), and their extremes, int32 (3, 4), as `delta_kernel` does.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
+    if tl.program_id(0) >= num_programs:
+        block = tl.program_id(0) - num_programs
+        _note_values(v_cmp_ptr, extremes_ptr, block, num_cmp, D_V, WIDTH, HALF, BLOCK_ROWS)
+        _note_values(v_slc_ptr, extremes_ptr + 4, block, num_slc, D_V, WIDTH, HALF, BLOCK_ROWS)
+        _note_values(v_win_ptr, extremes_ptr + 8, block, num_win, D_V, WIDTH, HALF, BLOCK_ROWS)
+        return
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     _store_branch(
-        cmp_ptr, cmp_lse_ptr, v_cmp_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, num_cmp,
-        D_V, WIDTH, EXACT, HALF,
+        cmp_ptr, cmp_lse_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT, HALF
     )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
     _store_branch(
-        slc_ptr, slc_lse_ptr, v_slc_ptr, dout, gates_ptr + 1, deltas_ptr, shifts_ptr, extremes_ptr + 4, dgates_ptr + 1, rows, exists, num_slc,
-        D_V, WIDTH, EXACT, HALF,
+        slc_ptr, slc_lse_ptr, dout, gates_ptr + 1, deltas_ptr, shifts_ptr, extremes_ptr + 4, dgates_ptr + 1, rows, exists, D_V, WIDTH, EXACT, HALF
     )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
     _store_branch(
-        win_ptr, win_lse_ptr, v_win_ptr, dout, gates_ptr + 2, deltas_ptr, shifts_ptr, extremes_ptr + 8, dgates_ptr + 2, rows, exists, num_win,
-        D_V, WIDTH, EXACT, HALF,
+        win_ptr, win_lse_ptr, dout, gates_ptr + 2, deltas_ptr, shifts_ptr, extremes_ptr + 8, dgates_ptr + 2, rows, exists, D_V, WIDTH, EXACT, HALF
     )  # fmt: skip
 
 
 @triton.jit
 def _store_branch(
-    out_ptr, lse_ptr, v_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists, num_values,
+    out_ptr, lse_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Write the results of `branch_deltas_kernel` for one branch."""
-    has_gradient = tl.sum(tl.abs(dout), 1) != 0
-    delta = _store_delta(out_ptr, lse_ptr, dout, 0.0, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
+    delta = _store_delta(out_ptr, lse_ptr, dout, 0.0, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     tl.store(dgate_ptr + 3 * rows, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
-    gate = tl.load(gate_ptr + 3 * rows, mask=exists, other=0.0).to(tl.float32)
-    _note_squares(extremes_ptr, 1, tl.sum(dout * dout, 1) * tl.maximum(gate * gate, 1.0), HALF)
-    _note_values(v_ptr, extremes_ptr, rows, num_values, D_V, WIDTH, HALF)
+    if HALF:
+        gate = tl.load(gate_ptr + 3 * rows, mask=exists, other=0.0).to(tl.float32)
+        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1) * tl.maximum(gate * gate, 1.0))
 
 
 @triton.jit
 def _store_delta(
-    out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
+    out_ptr, lse_ptr, dout, dlse, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write delta, the shift of the scores, and whether that of some row is WIDEST_REFINED or more; return delta."""
+    """Write delta, the shift of the scores, and whether that of some row is WIDEST_REFINED or more, or its dO HUGE; return delta."""
+    # a sum, because a maximum may hide NaN
+    size = tl.sum(tl.abs(dout), 1)
+    has_gradient = (size != 0) | (dlse != 0)
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
@@ -579,23 +584,21 @@ def _store_delta(
     shift = shift_of(lse, EXACT, RESTRAINED)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
-    _mark(extremes_ptr, (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0))
+    _mark(extremes_ptr, (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0) | ((size < HUGE) == 0))
     return delta
 
 
 @triton.jit
-def _note_values(v_ptr, extremes_ptr, rows, num_values, D_V: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """Note the extremes of the rows of values that have the numbers of these rows of dO, as far as there are any."""
-    v = load_columns(v_ptr, rows * D_V, rows < num_values, 0, WIDTH, D_V, True).to(tl.float32)
-    _note_squares(extremes_ptr, 2, tl.sum(v * v, 1), HALF)
-
-
-@triton.jit
-def _note_squares(extremes_ptr, number: tl.constexpr, squares, HALF: tl.constexpr):
-    """Note which squared norms of rows are HUGE, and for float16 the largest, as number `number` of the extremes."""
-    _mark(extremes_ptr, (squares < HUGE) == 0)
+def _note_values(
+    v_ptr, extremes_ptr, block, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Note the extremes of a block of rows of values: whether a number is HUGE, or for float16 the largest squared norm."""
+    rows = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
     if HALF:
-        note_largest(extremes_ptr + number, squares)
+        note_largest(extremes_ptr + 2, tl.sum(v * v, 1))
+    else:
+        _mark(extremes_ptr, tl.max(tl.abs(v), 1) >= HUGE)
 
 
 @triton.jit
