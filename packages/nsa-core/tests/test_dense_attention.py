@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from nsa_core import NSAConfig
-from nsa_core.dense_attention import DenseAttention
+from nsa_core.dense_attention import DenseAttention, fast_causal_attention
 from nsa_core.errors import CacheOverflowError
+from nsa_core.reference.causal import causal_attention
 
 CONFIG = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4)
 
@@ -142,6 +143,20 @@ def test_packed_sequences_equal_each_alone(lengths: list[int]) -> None:
 def test_sequences_of_the_bounds_length_need_no_gathering(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseAttention, "_padded", None)
     torch.testing.assert_close(*_packed(_layer(), lengths))
+
+
+@pytest.mark.hardware(capability=(8, 0))
+def test_float32_with_groups_of_heads_stores_no_scores_on_a_gpu() -> None:
+    """The scores of 16,384 rows and 8 heads would take 8 GiB."""
+    q, k, v = (torch.randn(1, 16384, heads, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = fast_causal_attention(q, k, v)
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+    with torch.no_grad():
+        exact = causal_attention(*(x[:, :512].double() for x in (q, k, v)))
+        assert float((out[:, :512] - exact).abs().max()) < 1e-5
 
 
 @pytest.mark.hardware(capability=(8, 0))
