@@ -13,7 +13,6 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa_core import checks
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, NewRows, Operation, Queries
@@ -251,13 +250,12 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
     """Return Eq. 5, from a fused backend if one is eligible, else branch by branch."""
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
-    whole = _of_three_branches(queries, keys, gates, absent)
-    if whole is None or any(observer.needs_branches for observer in observers):
+    if absent or any(observer.needs_branches for observer in observers):
         name = name_for(Operation.NSA, call)
         if name not in (None, AUTO) and not isinstance(call.backend, str) and not torch.compiler.is_compiling():
-            why = "a branch is absent" if whole is None else "observers want each branch"
+            why = "a branch is absent" if absent else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
-    elif (found := run(Operation.NSA, call, queries, *whole)) is not None:
+    elif (found := run(Operation.NSA, call, queries, *keys.values(), gates)) is not None:
         out, block_indices = found if isinstance(found, FusedOutput) else (found, None)
         if block_indices is not None:
             _report_choice(block_indices, queries, call)
@@ -274,22 +272,6 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
         is_row = torch.arange(q.shape[1], device=q.device) < queries.count.unsqueeze(1)
         total = torch.where(is_row[..., None, None], total, 0)
     return total.to(q.dtype)
-
-
-def _of_three_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return Keys of three branches and gates with the same gated sum, for a fused backend; None if there are none.
-
-    Without the output of cmp, its keys serve as its values, with a gate of 0, where they have the width of values. Not if a gradient is
-    needed, because the backward pass would cover a branch that nothing reads.
-    """
-    cmp, slc, win = keys.values()
-    if not absent:
-        return cmp, slc, win, gates
-    if absent != ("cmp",) or cmp is None or slc is None or win is None or cmp.k.shape[3] != slc.v.shape[3]:
-        return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, gates, cmp.k, slc.k, slc.v, win.k, win.v)):
-        return None
-    return cmp._replace(v=cmp.k), slc, win, pad(gates[..., 1:], (1, 0))
 
 
 def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...], call: Call) -> list[Tensor | None]:

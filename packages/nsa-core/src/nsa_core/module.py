@@ -417,7 +417,7 @@ class NativeSparseAttention(nn.Module):
         config = self.config
         has_compressed = None
         # small operations dominate the time of a step
-        if config.gate != "sigmoid" or self.telemetry is not None:
+        if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)

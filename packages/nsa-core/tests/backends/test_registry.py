@@ -384,43 +384,6 @@ def test_an_absent_branch_keeps_the_branches_apart():
     assert fused.num_calls == 0
 
 
-class KeepingBackend(CountingBackend):
-    """A fused backend that keeps its operands."""
-
-    def __call__(self, *operands, **options):
-        self.operands = operands
-        return super().__call__(*operands, **options)
-
-
-def test_without_compressed_values_the_fused_operation_gets_the_keys_and_a_gate_of_0():
-    fused = KeepingBackend(name="fused", operation=Operation.NSA)
-    registry = BackendRegistry((*sdpa_backends(), fused))
-    q, k_cmp, _, *pairs, gates = operands(D_v=6)
-    gates[..., 0] = torch.nan
-    nsa_attention(q, k_cmp, None, *pairs, gates, geometry=GEOMETRY, registry=registry)
-    queries, cmp, slc, win, passed = fused.operands
-    assert queries.q is q
-    assert cmp.k is cmp.v is k_cmp
-    assert all(x is y for x, y in zip((slc.k, slc.v, win.k, win.v), pairs, strict=True))
-    assert not passed[..., 0].any()
-    assert torch.equal(passed[..., 1:], gates[..., 1:])
-
-
-def test_without_compressed_values_the_branches_run_apart_for_a_gradient_and_for_values_of_another_width():
-    registry, fused = fused_registry()
-    q, k_cmp, _, *rest = operands(D_v=6)
-    q.requires_grad_()
-    nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
-    assert fused.num_calls == 0
-    with torch.no_grad():
-        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
-    assert fused.num_calls == 1
-    q, k_cmp, _, *rest = operands(D_v=4)
-    with pytest.warns(UserWarning, match="backend 'fused' for 'nsa' is not used: a branch is absent"):
-        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
-    assert fused.num_calls == 1
-
-
 @pytest.mark.parametrize("fields", [{"capability": CUDA_ONLY}, {"policy": ("slow",)}])
 def test_auto_runs_the_branches_where_the_fused_operation_is_not_eligible(fields):
     registry, fused = fused_registry(**fields)
