@@ -64,7 +64,7 @@ def attend(factor):
 
 def launch_both():
     # whether both are Triton's own, at first and by the short key
-    flat, rest = (*(tensor() for _ in range(7)), 4), {name: value for name, value in ROWS.items() if name != "EXACT"}
+    flat, rest = (*(tensor() for _ in range(8)), 4, 4, 1), {name: value for name, value in ROWS.items() if name != "EXACT"}
     same = []
     for _ in range(2):
         DELTA.both((1,), "EXACT")(*flat, **rest)
@@ -84,8 +84,8 @@ CASES = {
     "other dtype": (SUM, ((3, 2), tensor(), tensor(), tensor(dtype=torch.bfloat16), tensor(), 32, 48, 3), BLOCK),
     "other constant": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), dict(BLOCK=2048)),
     "other option": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK | {"num_warps": 1}),
-    "a tensor": (DELTA, ((1,), *(tensor() for _ in range(7)), 4), ROWS),
-    "None": (DELTA, ((1,), *(tensor() for _ in range(3)), None, tensor(), tensor(), tensor(), 4), ROWS),
+    "a tensor": (DELTA, ((1,), *(tensor() for _ in range(8)), 4, 4, 1), ROWS),
+    "None": (DELTA, ((1,), *(tensor() for _ in range(3)), None, *(tensor() for _ in range(4)), 4, 4, 1), ROWS),
     "a float": attend(0.5),
     "another float": attend(1.0),
 }

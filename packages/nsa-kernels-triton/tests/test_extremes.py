@@ -152,6 +152,22 @@ def test_products_that_are_rounded_once_leave_peaked_rows_exact(branch: str) -> 
     assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape), SMALL, 300)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(("of_values", "of_dout", "is_extreme"), [(2.0**62, 2.0**58, False), (-(2.0**63), 1, True), (1, 2.0**59, True)])
+def test_values_and_gradients_whose_products_may_overflow_set_the_flag(
+    of_values: float, of_dout: float, is_extreme: bool, dtype: torch.dtype
+) -> None:
+    # one value of the last row, which a program of its own reads, and the 16 numbers of one row of dO
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
+    inputs = make_inputs(shape, dtype, DEVICE)
+    out, lse = sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, geometry=SMALL, backend="triton")
+    v, dout = inputs.v_win.clone(), torch.ones_like(out)
+    v[0, -1, 0, -1], dout[0, 7, 2] = of_values, of_dout
+    _delta, _shift, extremes = interval.row_deltas(out, lse, dout, None, v)
+    assert extremes.tolist() == [int(is_extreme), 0, 0, 0]
+    assert interval.row_deltas(out, lse, torch.ones_like(out), None, inputs.v_win)[2].tolist() == [0, 0, 0, 0]
+
+
 NUM_QUERIES, SILENT_FROM = 60, 41
 
 

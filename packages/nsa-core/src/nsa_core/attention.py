@@ -59,7 +59,7 @@ def compressed_attention(
 
     k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
     queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond
-    the last block are never read and get zero gradient. `CallKeywords` has the other keywords.
+    the last block never change a result and get zero gradient. `CallKeywords` has the other keywords.
     """
     _require(k_cmp=k_cmp, v_cmp=v_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, v_cmp)}, geometry, **keywords)

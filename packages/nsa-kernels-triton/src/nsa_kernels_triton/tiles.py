@@ -22,7 +22,7 @@ EXTREME_MARGIN = tl.constexpr(2.0**-21)
 WIDEST_REFINED = tl.constexpr(2.0**10)
 """Below this shift a sum of weights is exact enough to show a lack of 2^-12; calls with larger shifts run the loops for extremes."""
 HUGE = tl.constexpr(2.0**63)
-"""If all values are below this, and the absolute numbers of each row of dO add up to less, all products of dO and values are finite in float32."""
+"""If values are below this in size, and the sizes of each row of dO add up to less, all products of dO and values are finite in float32."""
 
 
 @triton.jit

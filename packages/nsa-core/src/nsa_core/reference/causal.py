@@ -52,7 +52,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.device.type == "cuda" and q.dtype == torch.float32:
+    if q.device.type == "cuda" and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
         # the one kernel for float32 that stores no (S, S) scores takes no groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

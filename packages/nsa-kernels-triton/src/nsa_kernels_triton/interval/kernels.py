@@ -495,17 +495,17 @@ def dkdv_kernel(
 @CachedLaunch
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_programs,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_row_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` the lse, float32, for each (query, head).
 
     A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). Programs from
-    `num_programs` on note those of the values.
+    `num_row_programs` on note those of the values.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
-    if tl.program_id(0) >= num_programs:
-        _note_values(v_ptr, extremes_ptr, tl.program_id(0) - num_programs, num_values, D_V, WIDTH, HALF, BLOCK_ROWS)
+    if tl.program_id(0) >= num_row_programs:
+        _note_values(v_ptr, extremes_ptr, tl.program_id(0) - num_row_programs, num_values, D_V, WIDTH, HALF, BLOCK_ROWS)
         return
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
@@ -523,7 +523,7 @@ def delta_kernel(
 @triton.jit
 def branch_deltas_kernel(
     cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, dout_ptr, gates_ptr,
-    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_programs,
+    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_row_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
@@ -531,8 +531,8 @@ def branch_deltas_kernel(
     Write also the shifts of their scores, float32 (3, rows), and their extremes, int32 (3, 4), as `delta_kernel` does.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
-    if tl.program_id(0) >= num_programs:
-        block = tl.program_id(0) - num_programs
+    if tl.program_id(0) >= num_row_programs:
+        block = tl.program_id(0) - num_row_programs
         _note_values(v_cmp_ptr, extremes_ptr, block, num_cmp, D_V, WIDTH, HALF, BLOCK_ROWS)
         _note_values(v_slc_ptr, extremes_ptr + 4, block, num_slc, D_V, WIDTH, HALF, BLOCK_ROWS)
         _note_values(v_win_ptr, extremes_ptr + 8, block, num_win, D_V, WIDTH, HALF, BLOCK_ROWS)

@@ -166,9 +166,9 @@ def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: T
     """
     delta, shift, extremes = torch.empty_like(lse), torch.empty_like(lse), no_extremes(dout)
     if delta.numel():
-        grid, num_programs, sizes = _over_rows(dout, v)
+        grid, num_row_programs, sizes = _over_rows(dout, v)
         kernels.delta_kernel[grid](
-            out, dout, lse, dlse, v, delta, shift, extremes, delta.numel(), v.shape[:3].numel(), num_programs, EXACT=is_exact(dout), **sizes
+            out, dout, lse, dlse, v, delta, shift, extremes, delta.numel(), v.shape[:3].numel(), num_row_programs, EXACT=is_exact(dout), **sizes
         )  # fmt: skip
     return delta, shift, extremes
 
@@ -180,10 +180,10 @@ def branch_deltas(
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
     shifts, extremes, dgates = torch.empty_like(deltas), no_extremes(dout, 3), gates.new_empty(gates.shape)
     if deltas.numel():
-        grid, num_programs, sizes = _over_rows(dout, *values)
+        grid, num_row_programs, sizes = _over_rows(dout, *values)
         kernels.branch_deltas_kernel[grid](
             *outs, *lses, *values, dout, gates, deltas, shifts, extremes, dgates,
-            deltas[0].numel(), *(v.shape[:3].numel() for v in values), num_programs, EXACT=is_exact(dout), **sizes,
+            deltas[0].numel(), *(v.shape[:3].numel() for v in values), num_row_programs, EXACT=is_exact(dout), **sizes,
         )  # fmt: skip
     return deltas, shifts, extremes, dgates
 
@@ -193,9 +193,9 @@ def _over_rows(dout: Tensor, *values: Tensor) -> tuple[tuple[int], int, dict[str
     width = next_power_of_2(dout.shape[3])
     # few rows and warps, so that many programs overlap their loads; 4,096 numbers and 4 warps took 7 % longer on an H200
     block = max(1, 1024 // width)
-    num_programs = cdiv(dout.shape[:3].numel(), block)
+    num_row_programs = cdiv(dout.shape[:3].numel(), block)
     num_more = max(cdiv(v.shape[:3].numel(), block) for v in values)
-    return (num_programs + num_more,), num_programs, {"D_V": dout.shape[3], "WIDTH": width, "BLOCK_ROWS": block, "num_warps": 2}
+    return (num_row_programs + num_more,), num_row_programs, {"D_V": dout.shape[3], "WIDTH": width, "BLOCK_ROWS": block, "num_warps": 2}
 
 
 def _backward_constants(x: Operands) -> dict[str, Any]:
