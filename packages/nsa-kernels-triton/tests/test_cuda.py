@@ -446,28 +446,10 @@ def operation_of(name: str, x: Inputs, **options: Any) -> tuple[Callable[..., Te
 
 @each_real
 @pytest.mark.parametrize("operands", [(1, 3, 5), (2, 4, 6)], ids=["keys", "values"])
-def test_huge_operands_of_the_future_change_no_bit_of_past_gradients(operands: tuple[int, ...], sizes: dict[str, int]) -> None:
-    """The kernels of the backward pass multiply whole tiles, in which later rows have no gradient."""
-    length, silent_from = 1500, 1117
-    num_blocks = (silent_from - GEOMETRY.compression_block_size) // GEOMETRY.compression_stride + 1
-    seen = [silent_from, num_blocks, num_blocks, *[silent_from] * 5]
-    inputs = inputs_of(length, **sizes)
-
-    def gradients(size: float) -> list[Tensor]:
-        leaves = [x.clone() for x in inputs.tensors]
-        for operand in operands:
-            future = leaves[operand][:, seen[operand] :]
-            future.copy_(size * torch.sign(future))
-        leaves = [x.requires_grad_() for x in leaves]
-        out = kernels()(*leaves)
-        dout = weights_of(out)
-        dout[:, silent_from:] = 0
-        return list(torch.autograd.grad(out, leaves, dout))
-
-    for end, before, after in zip(seen, gradients(1), gradients(3e38), strict=True):
-        assert before.isfinite().all()
-        assert torch.equal(before[:, :end], after[:, :end])
-        assert not after[:, end:].any()
+def test_rows_without_a_gradient_give_none_whatever_their_keys_and_values_are(
+    operands: tuple[int, ...], sizes: dict[str, int], extremes: Any
+) -> None:
+    extremes.assert_rows_without_a_gradient_give_none(inputs_of(1500, **sizes), operands, 3e38, GEOMETRY, 1117)
 
 
 @pytest.mark.usefixtures("nan_buffers")

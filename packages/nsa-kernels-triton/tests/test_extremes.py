@@ -168,22 +168,36 @@ def test_values_and_gradients_whose_products_may_overflow_set_the_flag(
     assert interval.row_deltas(out, lse, torch.ones_like(out), None, inputs.v_win)[2].tolist() == [0, 0, 0, 0]
 
 
-NUM_QUERIES, SILENT_FROM = 60, 41
+def assert_rows_without_a_gradient_give_none(
+    inputs: Inputs, positions: tuple[int, ...], size: float, geometry: BlockGeometry, silent_from: int
+) -> None:
+    """Assert that later rows of some operands, of `size`, change nothing before row `silent_from`, from which on dO is 0."""
+    num_blocks = (silent_from - geometry.compression_block_size) // geometry.compression_stride + 1
+    # rows that a query before sees: of q, of the compressed keys and values, and of the others
+    seen = [silent_from, num_blocks, num_blocks, *[silent_from] * 5]
 
+    def evaluate(size: float | None) -> list[Tensor]:
+        leaves = [x.detach().clone() for x in inputs.tensors]
+        if size is not None:
+            for position in positions:
+                rows = leaves[position][:, seen[position] :]
+                rows.copy_(size * torch.sign(rows))
+        leaves = [x.requires_grad_() for x in leaves]
+        out = nsa_attention(*leaves, geometry=geometry, backend="triton")
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+        dout[:, silent_from:] = 0
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-def gradients_of_the_past(inputs: Inputs) -> list[Tensor]:
-    """Return out and all gradients where dO is 0 from SILENT_FROM on."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]
-    out = nsa_attention(*leaves, geometry=SMALL, backend="triton")
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
-    dout[:, SILENT_FROM:] = 0
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def future_rows(position: int, x: Tensor) -> Tensor:
-    """Return the rows of an operand at `position` among them, or of its gradient, that no query before SILENT_FROM sees."""
-    num_blocks = (SILENT_FROM - SMALL.compression_block_size) // SMALL.compression_stride + 1
-    return x[:, num_blocks if position in (1, 2) else SILENT_FROM :]
+    before, after = evaluate(None), evaluate(size)
+    assert before[1].isfinite().all()
+    assert torch.equal(before[0][:, :silent_from], after[0][:, :silent_from])
+    for end, x, y in zip(seen, before[1:], after[1:], strict=True):
+        assert not y[:, end:].any()
+        if x.dtype == torch.float16 and 2 in positions:
+            # huge values anywhere lower the power of two by which dS is multiplied
+            torch.testing.assert_close(x[:, :end], y[:, :end], rtol=2**-9, atol=2**-10)
+        else:
+            assert torch.equal(x[:, :end], y[:, :end])
 
 
 @pytest.mark.parametrize(
@@ -202,23 +216,8 @@ def future_rows(position: int, x: Tensor) -> Tensor:
 def test_rows_without_a_gradient_give_none_whatever_their_keys_and_values_are(
     positions: tuple[int, ...], dtype: torch.dtype, size: float
 ) -> None:
-    shape = Shape(num_queries=NUM_QUERIES, num_heads=2, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
-    inputs = make_inputs(shape, dtype, DEVICE)
-    huge = Inputs.of(x.clone() for x in inputs.tensors)
-    for position in positions:
-        rows = future_rows(position, huge.tensors[position])
-        rows.copy_(size * torch.sign(rows))
-    before, after = gradients_of_the_past(inputs), gradients_of_the_past(huge)
-    assert before[1].isfinite().all()
-    assert torch.equal(before[0][:, :SILENT_FROM], after[0][:, :SILENT_FROM])
-    for position, (x, y) in enumerate(zip(before[1:], after[1:], strict=True)):
-        assert not future_rows(position, y).any()
-        length = x.shape[1] - future_rows(position, x).shape[1]
-        if dtype == torch.float16 and 2 in positions:
-            # huge values anywhere lower the power of two by which dS is multiplied
-            torch.testing.assert_close(x[:, :length], y[:, :length], rtol=2**-9, atol=2**-10)
-        else:
-            assert torch.equal(x[:, :length], y[:, :length])
+    shape = Shape(num_queries=60, num_heads=2, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
+    assert_rows_without_a_gradient_give_none(make_inputs(shape, dtype, DEVICE), positions, size, SMALL, 41)
 
 
 def poisoned(inputs: Inputs, name: str, row: int, value: float) -> Inputs:

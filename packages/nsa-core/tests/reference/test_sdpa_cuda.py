@@ -38,7 +38,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
 def test_every_operation_conforms_to_the_oracle_on_a_gpu(backend: sdpa.SDPABackend) -> None:
     report = check_backend(backend, device="cuda")
-    # turning rows has no geometry, so fewer cases
+    # rotation has no block sizes, so it has fewer cases
     assert len(report.passed) > (30 if backend.operation is Operation.ROTATE else 80)
     assert not report.declined
 
