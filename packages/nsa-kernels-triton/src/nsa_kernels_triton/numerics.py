@@ -36,8 +36,8 @@ def no_extremes(q: Tensor, *branches: int) -> Tensor:
     """Return zeros, int32 (*branches, 4), in which `row_deltas` notes the extremes of each branch for its backward pass.
 
     The first number is 1 if the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, or if values or dO reach `tiles.HUGE`;
-    else 0. If it is 1, the kernels restrain weights, because lse may not normalise them, and
-    mask products of dO with values that its row does not see, because they may be infinite.
+    else 0. If it is 1, the kernels restrain weights, because lse may not normalise them. They also mask products of dO with values that
+    its row does not see, because these may be infinite.
 
     The others serve float16 and are bits of float32 numbers that bound dS: the largest squared norm of a row of dO (times its squared
     gate, if that is above 1), the largest squared norm of a row of values, and the largest |dlse|.
