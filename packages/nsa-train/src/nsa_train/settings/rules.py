@@ -19,30 +19,18 @@ class Rule:
     holds: Callable[[Any], bool]
     text: str
     example: str
-
-    def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return a value to use instead of `value`: `instead`, such as the recipe's own, if valid and not a bool; else the example."""
-        return (
-            repr(instead)
-            if isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
-            else self.example
-        )
+    names: tuple[str, ...] = ()
+    """All valid values, if only a few names are valid."""
 
     def refusal(self, key: str, value: object, *, instead: object = None) -> str:
-        """Return the message that refuses `value` of `key`; it suggests `instead`, or the example if `instead` is not valid."""
-        return f"{key}={value!r} is not {self.text}; use {self.suggestion(value, instead=instead)}"
+        """Return the message that refuses `value` of `key`.
 
-
-@frozen
-class Choice(Rule):
-    """A rule that allows a few names; it suggests the nearest."""
-
-    names: tuple[str, ...] = ()
-
-    def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return the name that is most similar to `value`, quoted; if none is similar, `instead` or the example."""
-        near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
-        return repr(near[0]) if near else super().suggestion(value, instead=instead)
+        It suggests the name that is most similar to `value`; without one `instead`, such as the recipe's own value, if that is valid and not
+        a bool; else the example.
+        """
+        is_usable = isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
+        [suggested] = difflib.get_close_matches(str(value).lower(), self.names, n=1) or [instead if is_usable else None]
+        return f"{key}={value!r} is not {self.text}; use {self.example if suggested is None else repr(suggested)}"
 
 
 MOST_STEPS = 10**9
@@ -97,7 +85,7 @@ def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> A
 def one_of(*names: str, default: Any = attrs.NOTHING) -> Any:
     """Return a field that holds one of `names`."""
     text = "one of " + ", ".join(repr(name) for name in names)
-    return _key(Choice(lambda value: value in names, text, repr(names[0]), names), default)
+    return _key(Rule(lambda value: value in names, text, repr(names[0]), names), default)
 
 
 def flag(default: bool) -> Any:

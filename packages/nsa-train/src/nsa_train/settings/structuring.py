@@ -2,13 +2,10 @@
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from typing import Any, cast
 
 import attrs
-import cattrs
-from cattrs.gen import make_dict_structure_fn, override
 
 from nsa_train.settings.rules import Rule, integer, is_number
 
@@ -22,17 +19,22 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
-class _RefusedError(ValueError):
-    """A table or a rule refuses a value; the arguments are the value and a description of valid ones."""
-
-
 def problems_of(values: object, kind: type, path: str) -> list[str]:
     """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty if there is none."""
-    try:
-        _converter().structure(values, kind)
-    except (cattrs.ClassValidationError, _RefusedError) as error:
-        return list(_problems(error, path))
-    return []
+    if not isinstance(values, dict):
+        return [f"{path}={short(values)} is not a table".lstrip("=")]
+    found: list[str] = []
+    fields = attrs.fields_dict(cast(Any, kind))
+    for name, field in fields.items():
+        where, rule = f"{path}.{name}".lstrip("."), field.metadata.get("rule")
+        if name not in values:
+            found.append(f"{where} is missing")
+        elif attrs.has(cast(Any, field.type)):
+            found += problems_of(values[name], cast(Any, field.type), where)
+        elif rule is not None and not rule.holds(values[name]):
+            found.append(f"{where}={short(values[name])} is not {rule.text}")
+    unknown = (short(name) for name in sorted(values.keys() - fields))
+    return found + [f"{path}[{name}] is unknown" if path else f"{name} is unknown" for name in unknown]
 
 
 def listed_problems(problems: list[str]) -> str:
@@ -83,58 +85,3 @@ def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
 def ruled(holds: Callable[[Any], bool], what: str) -> Any:
     """Return a field whose value passes `holds`; `what` is the noun phrase for messages."""
     return attrs.field(metadata={"rule": Rule(holds, what, "")})
-
-
-def uncasting_converter(**options: Any) -> cattrs.Converter:
-    """Return a converter without silent casts, so that the rule of a field checks the value as it was read."""
-    converter = cattrs.Converter(**options)
-    converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
-    for kind in (int, float, str, bool):
-        converter.register_structure_hook(kind, lambda value, _: value)
-    return converter
-
-
-@cache
-def _converter() -> cattrs.Converter:
-    converter = uncasting_converter()
-    converter.register_structure_hook_factory(attrs.has, lambda kind: _of_table(kind, converter))
-    return converter
-
-
-def _of_table(kind: type, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    rules = {field.name: field.metadata["rule"] for field in attrs.fields(cast(Any, kind)) if "rule" in field.metadata}
-    judges: dict[str, Any] = {name: override(struct_hook=_judge(rule)) for name, rule in rules.items()}
-    structure: Callable[[Any, Any], Any] = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **judges)
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _RefusedError(value, "a table")
-        return structure(value, kind)
-
-    return hook
-
-
-def _judge(rule: Rule) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        if not rule.holds(value):
-            raise _RefusedError(value, rule.text)
-        return value
-
-    return hook
-
-
-def _problems(error: BaseException, path: str) -> Iterator[str]:
-    """Yield the message of `error` about the value at `path`, and those of its inner errors about the fields below."""
-    if isinstance(error, cattrs.ClassValidationError):
-        inner, own = error.group_exceptions()
-        for below, note in inner:
-            yield from _problems(below, f"{path}.{note.name}".lstrip("."))
-        for one in own:
-            yield from _problems(one, path)
-    elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        yield from (f"{path}[{short(name)}] is unknown" if path else f"{short(name)} is unknown" for name in sorted(error.extra_fields))
-    elif isinstance(error, KeyError):
-        yield f"{path} is missing"
-    else:
-        value, expected = error.args
-        yield f"{path}={short(value)} is not {expected}".lstrip("=")
