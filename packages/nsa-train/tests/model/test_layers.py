@@ -16,6 +16,7 @@ from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.host.routing import chosen_of, routing_decisions
+from nsa_train.model.choosing import watched
 from nsa_train.model.decoder import build_model, count_parameters, undrawn_weights
 from nsa_train.model.generate import generate
 from nsa_train.preflight.judge import run_preflight
@@ -24,7 +25,7 @@ from nsa_train.settings.config import structure, unstructure
 from nsa_train.settings.recipe import load_config, to_toml
 from nsa_train.telemetry import health
 from nsa_train.telemetry.flops import model_flops
-from nsa_train.telemetry.layers import RunTelemetry, of_layers, watched
+from nsa_train.telemetry.layers import RunTelemetry, of_layers
 
 MIXED = ("model.n_layers=4", 'model.layers=["dense", "nsa", {branches=["win"], window_size=4}, {num_selected_blocks=6}]')
 

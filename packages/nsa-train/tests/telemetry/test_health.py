@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from nsa_core.telemetry import LayerTelemetry
+from nsa_train.model.choosing import watched
 from nsa_train.model.decoder import build_model
 from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, steadiness
-from nsa_train.telemetry.layers import RunTelemetry, of_layers, routes_of, watched
+from nsa_train.telemetry.layers import RunTelemetry, of_layers, routes_of
 
 
 def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:

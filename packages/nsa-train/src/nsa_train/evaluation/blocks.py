@@ -1,8 +1,6 @@
 """Block recall: the share of dense attention in the chosen blocks."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,30 +9,11 @@ from torch import Tensor
 from nsa_core import BlockGeometry
 from nsa_core.decoder import Decoder
 from nsa_core.selection_loss import block_mass
-from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint.models import OpenedModel
 from nsa_train.evaluation.figures import Figure
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
-
-
-class ChoiceNote(LayerTelemetry):
-    """Keeps the blocks that a pass over one sequence chose; attach as `layer.telemetry`."""
-
-    needs_branches = False
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.blocks: Tensor | None = None
-        """int32 `(S, G, n)`."""
-
-    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Ignore the gates."""
-
-    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Keep the choice."""
-        self.blocks = block_indices[0]
+from nsa_train.model.choosing import PassNote, attention_inputs, watched
 
 
 def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]:
@@ -62,39 +41,18 @@ def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]
 def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor) -> dict[int, Tensor]:
     """Return the recall `(m, G)` of m queries of the sequence `ids` `(S,)`, by the layer's number; `dense`: the twin's decoder."""
     layers = subject.choosing_layers
-    notes = {index: ChoiceNote() for index in layers}
-    try:
-        for index, layer in layers.items():
-            layer.telemetry = notes[index]
+    with watched([*layers.values()], PassNote) as notes:
         inputs = attention_inputs(subject.decoder, ids)
-    finally:
-        for layer in layers.values():
-            layer.telemetry = None
     if dense is not None:
         inputs = attention_inputs(dense, ids)
     found = {}
-    for index, layer in layers.items():
+    for (index, layer), note in zip(layers.items(), notes, strict=True):
         compared: Any = layer if dense is None else dense.blocks[index].attention
-        geometry, blocks = layer.config.geometry, notes[index].blocks
-        assert blocks is not None
+        geometry = layer.config.geometry
+        assert note.block_indices is not None
         rows = rows_to_compare(len(ids), geometry).to(ids.device)
         q, k = compared.queries_keys(inputs[index])
-        found[index] = recall_of(blocks[rows], block_mass(q, k, rows, geometry=geometry))
-    return found
-
-
-def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
-    """Return the inputs of each layer's attention, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
-    found: dict[int, Tensor] = {}
-
-    def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found[index] = inputs[0]
-
-    blocks: Any = decoder.blocks
-    with ExitStack() as stack:
-        for index, block in enumerate(blocks):
-            stack.callback(block.attention.register_forward_pre_hook(partial(note, index)).remove)
-        decoder.hidden(decoder.embedding(ids[None]))
+        found[index] = recall_of(note.block_indices[0, rows], block_mass(q, k, rows, geometry=geometry))
     return found
 
 

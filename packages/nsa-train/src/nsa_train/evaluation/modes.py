@@ -1,7 +1,7 @@
 """The modes of an evaluation: the selected branch of a trained model is unchanged, closed, or reads a random choice of blocks."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,14 +44,11 @@ def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
 @contextmanager
 def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
     """In the block, let `layers` compute in `mode`; `registry` comes from `registry_of` and chooses randomly."""
-    before = [layer.registry for layer in layers]
-    hooks = [layer.gate.register_forward_hook(close_selected) for layer in layers if mode is Mode.CLOSED]
-    try:
+    with ExitStack() as stack:
         for layer in layers:
-            layer.registry = registry if mode is Mode.SHUFFLED else layer.registry
+            if mode is Mode.CLOSED:
+                stack.callback(layer.gate.register_forward_hook(close_selected).remove)
+            elif mode is Mode.SHUFFLED:
+                stack.callback(setattr, layer, "registry", layer.registry)
+                layer.registry = registry
         yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.registry = own
-        for hook in hooks:
-            hook.remove()

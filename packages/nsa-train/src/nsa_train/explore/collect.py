@@ -1,7 +1,6 @@
 """Run a text through a model once, and record every layer's choice of blocks, its scores and its gates."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,38 +11,17 @@ from torch import Tensor
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
-from nsa_core.dense_attention import DenseAttention
 from nsa_core.module import NativeSparseAttention
 from nsa_core.plugins.manager import load_plugins
 from nsa_core.selection import pool_importance
 from nsa_core.selection_loss import block_mass
-from nsa_core.telemetry import LayerTelemetry
 from nsa_core.varlen import compressed_lengths
 from nsa_train.errors import TrainError
 from nsa_train.explore.records import LayerRecord
-from nsa_train.model.choosing import NotedChoice, registry_of
+from nsa_train.model.choosing import NotedChoice, PassNote, attention_inputs, registry_of, watched
 
 SCORES = 2**24
 """Maximum scores that are computed at a time."""
-
-
-class GateNote(LayerTelemetry):
-    """Keeps the gates of a pass; attach as `layer.telemetry`."""
-
-    needs_branches = False
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.gates: Tensor | None = None
-        """float32 `(S, H, 3)`."""
-
-    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Keep the gates of the one sequence."""
-        self.gates = gates[0].float()
-
-    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Ignore the choice: `NotedChoice` keeps the blocks."""
 
 
 def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float) -> Tensor:
@@ -68,17 +46,6 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
     return torch.cat(found)
 
 
-@contextmanager
-def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote) -> Iterator[None]:
-    """In the block, let `layer` record its passes, without fused backends."""
-    before = layer.registry, layer.telemetry
-    layer.registry, layer.telemetry = registry_of(choice), gates
-    try:
-        yield
-    finally:
-        layer.registry, layer.telemetry = before
-
-
 def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None) -> list[LayerRecord]:
     """Return the records of every layer of `decoder` for one sequence `ids` int64 `(S,)`, from one pass of each model.
 
@@ -93,38 +60,26 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
     attentions = [block.attention for block in decoder.blocks]
     installed = load_plugins().registry()
     sparse = {index: layer for index, layer in enumerate(attentions) if isinstance(layer, NativeSparseAttention)}
-    notes = {index: (NotedChoice(installed), GateNote()) for index in sparse}
-    with ExitStack() as stack, torch.inference_mode():
-        for index, layer in sparse.items():
-            stack.enter_context(noting(layer, *notes[index]))
+    choices = [NotedChoice(installed) for _ in sparse]
+    with ExitStack() as stack, torch.inference_mode(), watched([*sparse.values()], PassNote) as notes:
+        for layer, choice in zip(sparse.values(), choices, strict=True):
+            # without fused backends
+            stack.callback(setattr, layer, "registry", layer.registry)
+            layer.registry = registry_of(choice)
         decoder.hidden(decoder.embedding(ids[None]))
-    records = {index: _record(index, layer, *notes[index]) for index, layer in sparse.items()}
+    records = {index: _record(index, layer, *noted) for (index, layer), *noted in zip(sparse.items(), choices, notes, strict=True)}
     if twin is not None:
-        masses = twin_masses(twin, ids, {index: one.geometry for index, one in records.items() if one.scores is not None and one.geometry})
-        records |= {index: _with_mass(records[index], mass) for index, mass in masses.items()}
+        with torch.inference_mode():
+            inputs, rows = attention_inputs(twin, ids), torch.arange(len(ids))
+            for index, record in records.items():
+                if record.scores is not None and record.geometry is not None:
+                    dense: Any = twin.blocks[index]
+                    mass = block_mass(*dense.attention.queries_keys(inputs[index]), rows, geometry=record.geometry)
+                    records[index] = evolve(record, dense_mass=_finite(mass, index, "dense attention"))
     return [records.get(index, LayerRecord(index=index)) for index in range(len(attentions))]
 
 
-def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]) -> dict[int, Tensor]:
-    """Return, by layer, the mass `(S, G, N)` of the dense attention of `twin` in the blocks of that layer's geometry."""
-    found: dict[int, Tensor] = {}
-
-    def hooked(index: int, geometry: BlockGeometry) -> Any:
-        def note(layer: DenseAttention, inputs: tuple[Tensor, ...]) -> None:
-            q, k = layer.queries_keys(inputs[0])
-            found[index] = block_mass(q, k, torch.arange(q.shape[1]), geometry=geometry)
-
-        return note
-
-    with ExitStack() as stack, torch.inference_mode():
-        for index, geometry in geometries.items():
-            layer: Any = twin.blocks[index]
-            stack.callback(layer.attention.register_forward_pre_hook(hooked(index, geometry)).remove)
-        twin.hidden(twin.embedding(ids[None]))
-    return found
-
-
-def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note: GateNote) -> LayerRecord:
+def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note: PassNote) -> LayerRecord:
     assert note.gates is not None
     last = choice.last
     scores = None if last is None else block_scores(last.q, last.k_cmp, last.geometry, last.scale)
@@ -133,14 +88,10 @@ def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note:
         geometry=layer.config.geometry,
         branches=tuple(layer.config.branches),
         num_kv_heads=layer.config.num_kv_heads,
-        gates=_finite(note.gates, index, "gates"),
+        gates=_finite(note.gates[0].float(), index, "gates"),
         block_indices=None if last is None else last.block_indices.numpy(),
         scores=None if scores is None else _finite(scores, index, "scores"),
     )
-
-
-def _with_mass(record: LayerRecord, mass: Tensor) -> LayerRecord:
-    return evolve(record, dense_mass=_finite(mass, record.index, "dense attention"))
 
 
 def _finite(values: Tensor, index: int, name: str) -> Any:

@@ -1,11 +1,30 @@
-"""Backends of SELECT for the inspection of models: the only one in a registry, and one that records its choices."""
+"""The inspection of models: backends of SELECT that replace all others or record their choices, and notes of what a pass computed."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from nsa_core import BackendRegistry, BlockGeometry, BranchRequest, Capability, Keys, Operation, Queries, Reason, load_plugins
+from nsa_core import (
+    BackendRegistry,
+    BlockGeometry,
+    BranchRequest,
+    Capability,
+    Keys,
+    NativeSparseAttention,
+    Operation,
+    Queries,
+    Reason,
+    load_plugins,
+)
+from nsa_core.decoder import Decoder
 from nsa_core.dispatch import make_call, run
+from nsa_core.telemetry import LayerTelemetry
+
+Watch = TypeVar("Watch", bound=LayerTelemetry)
 
 
 class ServingBackend:
@@ -60,3 +79,49 @@ class NotedChoice(ServingBackend):
         chosen: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
         self.last = Choice(chosen[0], queries.q[0], cmp.k[0], scale, geometry)
         return chosen
+
+
+class PassNote(LayerTelemetry):
+    """Keeps the gates and the chosen blocks of a layer's last pass, and computes nothing."""
+
+    needs_branches = False
+    gates: Tensor | None = None
+    """`(B, S, H, 3)`."""
+    block_indices: Tensor | None = None
+    """int32 `(B, S, G, n)`."""
+
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Keep the gates."""
+        self.gates = gates
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Keep the choice."""
+        self.block_indices = block_indices
+
+
+@contextmanager
+def watched(layers: Sequence[NativeSparseAttention], kind: type[Watch]) -> Iterator[list[Watch]]:
+    """Attach telemetry of a `kind` to `layers` while the block runs."""
+    collected = [kind() for _ in layers]
+    for layer, telemetry in zip(layers, collected, strict=True):
+        layer.telemetry = telemetry
+    try:
+        yield collected
+    finally:
+        for layer in layers:
+            layer.telemetry = None
+
+
+def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
+    """Return the inputs of each layer's attention, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
+    found: dict[int, Tensor] = {}
+
+    def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[index] = inputs[0]
+
+    blocks: Any = decoder.blocks
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            stack.callback(block.attention.register_forward_pre_hook(partial(note, index)).remove)
+        decoder.hidden(decoder.embedding(ids[None]))
+    return found

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from nsa_core import BackendRegistry, BlockGeometry, BranchBackend, BranchReques
 from nsa_core.backends.registry import AUTO
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.host.routing import NO_BACKEND
+from nsa_train.model.choosing import PassNote, watched
 from nsa_train.model.decoder import Decoder
 from nsa_train.telemetry.health import merged
 
-Watch = TypeVar("Watch", bound=LayerTelemetry)
 COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
 """The operations that a training step calls."""
 
@@ -62,33 +62,10 @@ class RunTelemetry(LayerTelemetry):
         self.figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
-class ChosenBlocks(LayerTelemetry):
-    """Keeps the chosen blocks of the last pass."""
-
-    block_indices: Tensor | None = None
-
-    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Keep the chosen blocks `(B, S, G, n)`."""
-        self.block_indices = block_indices
-
-
-@contextmanager
-def watched(layers: Sequence[NativeSparseAttention], kind: type[Watch]) -> Iterator[list[Watch]]:
-    """Attach telemetry of a `kind` to `layers` while the block runs."""
-    collected = [kind() for _ in layers]
-    for layer, telemetry in zip(layers, collected, strict=True):
-        layer.telemetry = telemetry
-    try:
-        yield collected
-    finally:
-        for layer in layers:
-            layer.telemetry = None
-
-
 @torch.no_grad()
 def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
     """Return the blocks that each layer with a selected branch chooses for `ids` `(B, S)`."""
-    with watched(model.sparse_layers, ChosenBlocks) as collected:
+    with watched(model.sparse_layers, PassNote) as collected:
         model(ids)
     return [one.block_indices for one in collected if one.block_indices is not None]
 

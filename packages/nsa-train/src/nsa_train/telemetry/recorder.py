@@ -26,6 +26,7 @@ from nsa_train.host.chips import chip_of
 from nsa_train.host.environment import describe_environment
 from nsa_train.host.machine import gpu_memory
 from nsa_train.host.routing import chosen_of, routing_decisions
+from nsa_train.model.choosing import watched
 from nsa_train.model.decoder import Decoder, count_parameters
 from nsa_train.model.generate import generate
 from nsa_train.run_dir import RunDirectory
@@ -42,7 +43,6 @@ from nsa_train.telemetry.layers import (
     counting_registry,
     marked_range,
     routes_of,
-    watched,
 )
 from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
 from nsa_train.telemetry.progress import StepFigures
