@@ -74,7 +74,7 @@ def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> A
 
     model, run = checkpoint.config.model, checkpoint.config
     vocab_size, hidden_size = tensors["embedding.weight"].shape
-    separator, pad = special_ids(run.data)
+    tokenizer = build_tokenizer(run.data)
     return NSAModelConfig(
         architectures=[NSAForCausalLM.__name__],
         dtype=str(tensors["embedding.weight"].dtype).removeprefix("torch."),
@@ -90,19 +90,13 @@ def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> A
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
         attention=model.attention,
-        layers=_listed(model.layers) or None,
+        layers=unstructure(run)["model"]["layers"] or None,
         nsa=nsa_table(run.nsa_config()),
-        bos_token_id=separator,
-        eos_token_id=separator,
-        pad_token_id=pad,
+        bos_token_id=tokenizer.separator,
+        eos_token_id=tokenizer.separator,
+        pad_token_id=tokenizer.pad,
         trained_steps=checkpoint.step,
     )
-
-
-def special_ids(data: DataTable) -> tuple[int, int]:
-    """Return the ids that end a document and fill a row."""
-    tokenizer = build_tokenizer(data)
-    return tokenizer.separator, tokenizer.pad
 
 
 def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
@@ -115,8 +109,8 @@ def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
 
     if data.tokenizer == "byte":
         return byte_tokenizer(max_length)
-    separator, pad = special_ids(data)
-    options = {"separator": separator, "pad": pad, "max_length": max_length}
+    tokenizer = build_tokenizer(data)
+    options = {"separator": tokenizer.separator, "pad": tokenizer.pad, "max_length": max_length}
     if data.source in IDS and data.tokenizer_path is None:
         # random ids have no text
         return id_tokenizer(GPT2_VOCAB_SIZE, **options)
@@ -159,7 +153,7 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
     tables = unstructure(load_config(recipe, overrides))
     tables["train"].pop("init_from", None)
     run = structure({**tables, **model_tables(config)})
-    separator, _pad = special_ids(run.data)
+    separator = build_tokenizer(run.data).separator
     if not ends_with(config, separator):
         raise ConfigError(
             f"{source / HF_CONFIG} has eos_token_id={config.eos_token_id}, data.tokenizer={run.data.tokenizer!r} ends documents with {separator} "
@@ -195,9 +189,3 @@ def _write_run(folder: Path, config: RunConfig, tensors: dict[str, Tensor]) -> N
     paths.config.write_text(to_toml(config), encoding="utf-8")
     with CheckpointWriter(paths.checkpoints) as writer:
         writer.save(0, snapshot)
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_listed(item) for item in value]
-    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value

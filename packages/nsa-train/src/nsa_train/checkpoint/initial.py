@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from nsa_core.errors import NSAError
 from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.folders import ends_with, folder_config, folder_weights, is_folder, model_tables, require_folder_weights
-from nsa_train.checkpoint.hugging_face import special_ids
 from nsa_train.checkpoint.layout import CONFIG, MODEL
 from nsa_train.checkpoint.resuming import NO_CONVERSION
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_forms
+from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import NSATable, RunConfig, unstructure
@@ -103,7 +103,7 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
     # before the files are hashed: one that is replaced meanwhile counts as changed
     before = {file: _version(file) for file in folder.glob("*.safetensors")}
     files = require_folder_weights(folder, config, of=THIS_RECIPE)
-    notes, separator = _differing(learned, config), special_ids(config.data)[0]
+    notes, separator = _differing(learned, config), build_tokenizer(config.data).separator
     if not ends_with(found, separator):
         notes.append(f"those weights end texts with id {found.eos_token_id}, and this run with {separator}")
     return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files), before)

@@ -8,7 +8,7 @@ import numpy as np
 from nsa_train.data.lanes import Entry
 from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED, DrawnRows, Row
-from nsa_train.data.sources.base import Bad, Blocks, Document
+from nsa_train.data.sources.base import Bad, Blocks, Document, documents_of, first_skipped
 from nsa_train.data.sources.split import limit_of, rank_of
 from nsa_train.data.tokenizer import Ids, Tokenizer
 from nsa_train.errors import DataError
@@ -77,15 +77,11 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most
     lowest: tuple[int, bytes] = (2**32, b"")
     highest = -1
     size = scanned = 0
-    first_bad: Bad | None = None
-    records = _by_turns(parts, data.shuffle_seed)
+    first_bad: list[Bad] = []
+    records = documents_of(_by_turns(parts, data.shuffle_seed), data.on_bad_record, lambda bad: first_bad or first_bad.append(bad))
     # a token of BPE holds about four bytes
     token_bytes = 1 if data.tokenizer == "byte" else 4
     for record in records:
-        if isinstance(record, Bad):
-            _require_skipping(record, data)
-            first_bad = first_bad or record
-            continue
         scanned += 1
         rank = rank_of(record.text)
         lowest, highest = min(lowest, (rank, record.text)), max(highest, rank)
@@ -96,34 +92,26 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most
         if scanned >= SCAN_DOCUMENTS or (size >= tokens * token_bytes and highest > lowest[0]):
             break
     if highest <= lowest[0]:
-        reason = f"; the first that was skipped: {first_bad.where} {first_bad.why}" if first_bad else ""
-        raise DataError(f"data: fewer than two different documents can be read (one is held out{reason}); name files with more text")
+        raise DataError(
+            f"data: fewer than two different documents can be read (one is held out{first_skipped(first_bad)}); name files with more text"
+        )
     limit = limit_of([lowest[0], highest])
     texts = [text for text in within if rank_of(text) < limit] or [lowest[1]]
-    more = _more(records, data, limit, texts, wanted=most_tokens * token_bytes, documents=SCAN_DOCUMENTS * most_tokens // tokens - scanned)
-    return HeldOut([Document("held out", text) for text in (*texts, *more)], limit, scanned, first_bad, len(texts))
+    skipped = first_bad[0] if first_bad else None
+    more = _more(records, limit, texts, wanted=most_tokens * token_bytes, documents=SCAN_DOCUMENTS * most_tokens // tokens - scanned)
+    return HeldOut([Document("held out", text) for text in (*texts, *more)], limit, scanned, skipped, len(texts))
 
 
-def _more(
-    records: Iterator[Document | Bad], data: DataTable, limit: int, texts: Sequence[bytes], *, wanted: int, documents: int
-) -> list[bytes]:
+def _more(records: Iterator[Document], limit: int, texts: Sequence[bytes], *, wanted: int, documents: int) -> list[bytes]:
     """Return texts of a rank below `limit` that are not among `texts`, from the next `documents`, until all hold `wanted` bytes."""
     found = dict.fromkeys(texts)
     size = sum(map(len, texts))
     while size < wanted and documents > 0 and (record := next(records, None)) is not None:
-        if isinstance(record, Bad):
-            _require_skipping(record, data)
-            continue
         documents -= 1
         if rank_of(record.text) < limit and record.text not in found:
             found[record.text] = None
             size += len(record.text)
     return [*found][len(texts) :]
-
-
-def _require_skipping(record: Bad, data: DataTable) -> None:
-    if data.on_bad_record == "fail":
-        raise DataError(str(record))
 
 
 def _by_turns(parts: Sequence[Blocks], seed: int) -> Iterator[Document | Bad]:

@@ -5,7 +5,7 @@ files and streamed corpora stay in place: lanes read their blocks, shuffled, and
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from nsa_train.data.opened import Walk
 from nsa_train.data.packing import IGNORED, Batch, BucketedRows, DrawnRows, PackedRows, Row, collate
 from nsa_train.data.position import settings_of
 from nsa_train.data.retrieval import Retrieval, retrieval_rows
-from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, StripedBlocks, within
+from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, StripedBlocks, documents_of, first_skipped, within
 from nsa_train.data.sources.files import FileBlocks, LostError, files_of
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.sources.jsonl import JsonlBlocks
@@ -191,12 +191,11 @@ def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
 
 def _in_memory(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
     data, train = config.data, config.train
-    found = [_read_all(part.blocks, data.on_bad_record) for part in parts]
-    bad = [record for _, refused in found for record in refused]
-    if not all(documents for documents, _ in found):
-        reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
-        raise DataError(f"data: no document can be read (data.source={data.source!r}{reason}); name files with text")
-    sides = split([documents for documents, _ in found])
+    bad: list[Bad] = []
+    found = [[*_documents(part.blocks, data.on_bad_record, bad.append)] for part in parts]
+    if not all(found):
+        raise DataError(f"data: no document can be read (data.source={data.source!r}{first_skipped(bad)}); name files with text")
+    sides = split(found)
     packed = [PackedRows(texts, tokenizer, train.seq_len, seed=data.shuffle_seed) for texts in sides.train]
     rows: list[RowSequence]
     if data.packing:
@@ -226,18 +225,8 @@ def _in_memory(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts:
     )
 
 
-def _read_all(blocks: Blocks, policy: str) -> tuple[list[Document], list[Bad]]:
-    documents: list[Document] = []
-    refused: list[Bad] = []
-    for block in range(len(blocks)):
-        for record in blocks.read(block):
-            if isinstance(record, Document):
-                documents.append(record)
-            elif policy == "fail":
-                raise DataError(str(record))
-            else:
-                refused.append(record)
-    return documents, refused
+def _documents(blocks: Blocks, policy: str, note: Callable[[Bad], object]) -> Iterator[Document]:
+    return documents_of(chain.from_iterable(map(blocks.read, range(len(blocks)))), policy, note)
 
 
 def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
@@ -291,27 +280,21 @@ def _hash_all(blocks: FileBlocks, reading: Reading) -> None:
 def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
     """Refuse a part of a mix with nothing to train on: its first turn would end the run."""
     for part in parts:
-        documents, bad = 0, list[Bad]()
-        for record in chain.from_iterable(map(part.blocks.read, range(len(part.blocks)))):
-            if isinstance(record, Document):
-                if rank_of(record.text) >= limit:
-                    break
-                documents += 1
-            elif data.on_bad_record == "fail":
-                raise DataError(str(record))
-            else:
-                bad.append(record)
+        ranks, bad = list[int](), list[Bad]()
+        for document in _documents(part.blocks, data.on_bad_record, bad.append):
+            ranks.append(rank_of(document.text))
+            if ranks[-1] >= limit:
+                break
         else:
-            raise DataError(_untrainable(part, parts, documents, bad))
+            raise DataError(_untrainable(part, parts, len(ranks), bad))
 
 
 def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) -> str:
-    reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
     size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
     fix = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
     return (
         f"data.mix: {part.pattern!r} has no document for training ({documents} {'is' if documents == 1 else 'are'} held out for validation, "
-        f"by a hash of the content{reason}); add files to it or leave it out{fix}"
+        f"by a hash of the content{first_skipped(bad)}); add files to it or leave it out{fix}"
     )
 
 

@@ -21,19 +21,6 @@ from nsa_train.data.tokenizer import Ids
 from nsa_train.errors import DataError
 
 
-class Lane(Protocol):
-    """An endless sequence of rows with a position."""
-
-    def next_row(self) -> Row:
-        """Return the next row."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the position of the next row, and the data consumed up to it, as plain values for JSON."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue at `state`."""
-
-
 class RowSequence(Protocol):
     """An endless sequence of rows in memory, of which any can be computed."""
 
@@ -69,31 +56,31 @@ class Consumed:
         self.documents, self.bad_records = state["documents"], state["bad_records"]
 
 
-class RowLane:
+class RowLane(Consumed):
     """Rows number, number + count, ... of a corpus in memory."""
 
     def __init__(self, rows: RowSequence, *, number: int, count: int) -> None:
         """Lane `number` of `count`."""
+        super().__init__()
         self._rows, self._number, self._count = rows, number, count
         self._taken = 0
-        self._consumed = Consumed()
 
     def next_row(self) -> Row:
         """Return the next row."""
         row = self._rows.at(self._taken * self._count + self._number)
         self._taken += 1
-        self._consumed.add(row)
+        self.add(row)
         return row
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next row."""
+        """Return the position of the next row, and the data consumed up to it, as plain values for JSON."""
         epoch = self._rows.epoch(self._taken * self._count + self._number)
-        return {"row": self._taken, "epoch": epoch, **self._consumed.state()}
+        return {"row": self._taken, "epoch": epoch, **super().state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at `state`."""
         self._taken = state["row"]
-        self._consumed.load(state)
+        super().load(state)
 
 
 class Entry(NamedTuple):
@@ -150,14 +137,14 @@ class BlockSequence:
         return turn // self._orders[part].count
 
 
-class BlockLane:
+class BlockLane(Consumed):
     """Blocks number, number + count, ... of the order; their documents one after another, cut every `seq_len` tokens."""
 
     def __init__(self, blocks: BlockSequence, *, number: int, count: int, seq_len: int, policy: str) -> None:
         """Lane `number` of `count`; `policy` "fail" raises at a bad record, "skip" counts it."""
+        super().__init__()
         self._blocks, self._number, self._count = blocks, number, count
         self._seq_len, self._policy = seq_len, policy
-        self._consumed = Consumed()
         self._block = self._record = self._offset = 0
         self._entries: Iterator[Entry] | None = None
         self._document: Ids | None = None
@@ -183,20 +170,19 @@ class BlockLane:
                 self._record, self._offset, self._document = self._record + 1, 0, None
                 ended += 1
         row = Row(input_ids, labels, lengths, ended)
-        self._consumed.add(row)
+        self.add(row)
         return row
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next row."""
+        """Return the position of the next row, and the data consumed up to it, as plain values for JSON."""
         epoch = self._blocks.epoch(self._block * self._count + self._number)
-        position = {"block": self._block, "record": self._record, "offset": self._offset, "epoch": epoch}
-        return {**position, **self._consumed.state()}
+        return {"block": self._block, "record": self._record, "offset": self._offset, "epoch": epoch, **super().state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at `state`."""
         self._block, self._record, self._offset = state["block"], state["record"], state["offset"]
         self._entries = self._document = None
-        self._consumed.load(state)
+        super().load(state)
 
     def _current(self) -> Ids:
         """Return the document at the position, after skipping held-out and bad records."""
@@ -237,7 +223,11 @@ class BlockLane:
         # every block is read once an epoch: only records of the first one are counted
         is_counted = self._blocks.is_first_loss(located, self._record) if bad.is_loss else bad.is_passing or located[1].epoch == 0
         if is_counted:
-            self._consumed.bad_records += bad.lost
+            self.bad_records += bad.lost
+
+
+Lane = RowLane | BlockLane
+"""An endless sequence of rows with a position."""
 
 
 class ShuffledRows:

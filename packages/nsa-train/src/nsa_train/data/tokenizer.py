@@ -6,6 +6,7 @@ comes from `tokenizers` (a tokenizer.json) or `tiktoken` (vocab.bpe and encoder.
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,8 +84,15 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
     """
     if data.tokenizer == "byte":
         return ByteTokenizer()
+    if data.source not in IDS or data.tokenizer_path is not None:
+        return open_bpe(data.tokenizer_path)
     # random ids need no file, only a range
-    return unopened_gpt2() if data.source in IDS and data.tokenizer_path is None else open_bpe(data.tokenizer_path)
+    return BytePairTokenizer(
+        lambda texts: [list(text.encode()) for text in texts],
+        lambda ids: " ".join(map(str, ids)),
+        separator=GPT2_VOCAB_SIZE - 2,
+        num_ids=GPT2_VOCAB_SIZE - 1,
+    )
 
 
 def num_ids_of(data: DataTable) -> int:
@@ -130,29 +138,23 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
     Raises:
         DataError: if there is none; the message names a file that would work.
     """
-    if path is None:
-        return _downloaded()
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe with encoder.json); name one")
-    return _of_json(file) if file.suffix == ".json" and file.name != "encoder.json" else _of_merges(file)
-
-
-def unopened_gpt2() -> BytePairTokenizer:
-    """Return a tokenizer with GPT-2's ids and no text: for synthetic ids, which need only their range."""
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe with encoder.json); name one")
+        if file.suffix == ".json" and file.name != "encoder.json":
+            return _of_json(file)
+    encoding = _encoding(path)
     return BytePairTokenizer(
-        lambda texts: [list(text.encode()) for text in texts],
-        lambda ids: " ".join(map(str, ids)),
-        separator=GPT2_VOCAB_SIZE - 2,
-        num_ids=GPT2_VOCAB_SIZE - 1,
+        lambda texts: [encoding.encode_ordinary(text) for text in texts],
+        lambda ids: str(encoding.decode(ids)),
+        separator=encoding.eot_token,
+        num_ids=encoding.n_vocab,
     )
 
 
 def _of_json(file: Path) -> BytePairTokenizer:
-    try:
-        import tokenizers
-    except ImportError:
-        raise _not_installed("tokenizers") from None
+    tokenizers = _imported("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(read_regular(file, MOST_TOKENIZER).decode("utf-8"))
     # tokenizers raises a bare Exception for an invalid file
@@ -201,23 +203,31 @@ def ranks_of(path: str | None) -> dict[bytes, int]:
     Raises:
         DataError: as `open_bpe`.
     """
-    encoding = _downloaded_encoding() if path is None else _encoding_of_merges(Path(path))
-    ranks: dict[bytes, int] = encoding._mergeable_ranks
+    ranks: dict[bytes, int] = _encoding(path)._mergeable_ranks
     return ranks
 
 
-def _of_merges(file: Path) -> BytePairTokenizer:
-    return _of_encoding(_encoding_of_merges(file))
-
-
-def _encoding_of_merges(file: Path) -> Any:
-    tiktoken = _tiktoken()
-    merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
-    for path in (merges, encoder):
-        # tiktoken would wait on a pipe
-        if problem := refusal(path, MOST_TOKENIZER):
+def _encoding(path: str | None) -> Any:
+    """Return tiktoken's encoding by vocab.bpe and encoder.json in the folder of `path`; for None GPT-2's, from its cache or download."""
+    tiktoken = _imported("tiktoken")
+    if path is None:
+        try:
+            return tiktoken.get_encoding("gpt2")
+        # requests' errors are OSErrors; a damaged cache is a ValueError
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json in the same folder"
+                f"data.tokenizer='gpt2' is neither cached nor to be downloaded ({type(error).__name__}); "
+                "use --set data.tokenizer_path=tokenizer.json "
+                "(on a machine with a network: curl -LO https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json), "
+                "or --set data.tokenizer=byte"
+            ) from None
+    file = Path(path)
+    merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
+    for part in (merges, encoder):
+        # tiktoken would wait on a pipe
+        if problem := refusal(part, MOST_TOKENIZER):
+            raise DataError(
+                f"data.tokenizer_path={str(file)!r}: {part} cannot be read ({problem}); name vocab.bpe with encoder.json in the same folder"
             )
     try:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -233,41 +243,10 @@ def _encoding_of_merges(file: Path) -> Any:
     return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: separator})
 
 
-def _downloaded() -> BytePairTokenizer:
-    return _of_encoding(_downloaded_encoding())
-
-
-def _downloaded_encoding() -> Any:
-    tiktoken = _tiktoken()
+def _imported(package: str) -> Any:
     try:
-        return tiktoken.get_encoding("gpt2")
-    # requests' errors are OSErrors; a damaged cache is a ValueError
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"data.tokenizer='gpt2' is neither cached nor to be downloaded ({type(error).__name__}); use --set data.tokenizer_path=tokenizer.json "
-            "(on a machine with a network: curl -LO https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json), "
-            "or --set data.tokenizer=byte"
-        ) from None
-
-
-def _of_encoding(encoding: Any) -> BytePairTokenizer:
-    return BytePairTokenizer(
-        lambda texts: [encoding.encode_ordinary(text) for text in texts],
-        lambda ids: str(encoding.decode(ids)),
-        separator=encoding.eot_token,
-        num_ids=encoding.n_vocab,
-    )
-
-
-def _tiktoken() -> Any:
-    try:
-        import tiktoken
+        return import_module(package)
     except ImportError:
-        raise _not_installed("tiktoken") from None
-    return tiktoken
-
-
-def _not_installed(package: str) -> DataError:
-    return DataError(
-        f"data.tokenizer='gpt2' needs {package}, which is not installed; use pip install {package}, or --set data.tokenizer=byte"
-    )
+        raise DataError(
+            f"data.tokenizer='gpt2' needs {package}, which is not installed; use pip install {package}, or --set data.tokenizer=byte"
+        ) from None

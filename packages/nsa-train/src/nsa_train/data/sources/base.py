@@ -1,8 +1,8 @@
 """The parts of every source: blocks of records. A record is a document or a failure to read one."""
 
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -119,6 +119,26 @@ def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
         return Bad(where, f"cannot be written as UTF-8 (a lone surrogate at character {error.start}{of})")
 
 
+def documents_of(records: Iterable[Record], policy: str, note: Callable[[Bad], object]) -> Iterator[Document]:
+    """Yield the documents among `records`, and pass the bad records to `note`.
+
+    Raises:
+        DataError: at a bad record, if `policy`, that of `data.on_bad_record`, is "fail".
+    """
+    for record in records:
+        if isinstance(record, Document):
+            yield record
+        elif policy == "fail":
+            raise DataError(str(record))
+        else:
+            note(record)
+
+
+def first_skipped(bad: Sequence[Bad]) -> str:
+    """Return the end of a message that names the first of the skipped records `bad`; empty if there is none."""
+    return f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
+
+
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
     """Return why `text` is not UTF-8, with the byte, and the line of a file; None if it is."""
     try:
@@ -127,11 +147,6 @@ def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
         line = f", line {text.count(_NEWLINE, 0, error.start) + 1}" if is_file else ""
         return f"is not UTF-8 (byte 0x{text[error.start]:02x} at offset {error.start}{line})"
     return None
-
-
-class _Done(NamedTuple):
-    value: object
-    error: BaseException | None
 
 
 class LateError(DataError):
@@ -150,21 +165,17 @@ def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
     Raises:
         LateError: after `seconds`, naming the shard that was being read.
     """
-    done: queue.Queue[_Done] = queue.Queue()
+    found: Future[T] = Future()
 
     def attempt() -> None:
         try:
-            done.put(_Done(work(), None))
+            found.set_result(work())
         # any error is raised again below, in the caller's thread
         except BaseException as error:  # noqa: BLE001
-            done.put(_Done(None, error))
+            found.set_exception(error)
 
     thread = threading.Thread(target=attempt, name="nsa-data-open", daemon=True)
     thread.start()
-    try:
-        value, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise LateError(seconds, reading.of(thread)) from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+    if not wait([found], seconds).done:
+        raise LateError(seconds, reading.of(thread))
+    return found.result()
