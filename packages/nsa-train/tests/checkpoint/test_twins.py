@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.checkpoint.models import OpenedModel
-from nsa_train.checkpoint.twins import require_twin
+from nsa_train.checkpoint.models import OpenedModel, require_twin
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import build_model

@@ -10,8 +10,7 @@ from nsa_core import BlockGeometry
 from nsa_core.decoder import Decoder
 from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
-from nsa_train.evaluation.figures import Figure
-from nsa_train.evaluation.options import Mode, TaskName
+from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.evaluation.subject import Subject
 from nsa_train.model.choosing import PassNote, attention_inputs, watched
 

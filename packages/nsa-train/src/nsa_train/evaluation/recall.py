@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nsa_train.data.packing import IGNORED
 from nsa_train.data.retrieval import Retrieval
-from nsa_train.evaluation.figures import Figure
-from nsa_train.evaluation.options import Mode, TaskName
+from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.evaluation.subject import Subject
 
 FILLER = b"The river runs past the mill. A cat sleeps on the warm wall. Two boats wait for the tide. The baker opens at six. "

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.figures import Figure
-from nsa_train.evaluation.options import TaskName
+from nsa_train.evaluation.options import Figure, TaskName
 from nsa_train.files import written_whole
 from nsa_train.host.environment import missing_report
 

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from attrs import frozen
 
-from nsa_train.checkpoint.models import OpenedModel
-from nsa_train.checkpoint.twins import require_twin
+from nsa_train.checkpoint.models import OpenedModel, require_twin
 from nsa_train.data.tokenizer import reads_alike
 from nsa_train.errors import ConfigError
 from nsa_train.evaluation.blocks import block_recall
-from nsa_train.evaluation.figures import Figure
-from nsa_train.evaluation.options import Mode, TaskName
+from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
 from nsa_train.evaluation.recall import copy, least_copy, least_mqar, least_passkey, mqar, passkey
 from nsa_train.evaluation.subject import Subject

@@ -8,8 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from nsa_train.checkpoint.models import OpenedModel, open_model
-from nsa_train.checkpoint.twins import require_twin
+from nsa_train.checkpoint.models import OpenedModel, open_model, require_twin
 from nsa_train.errors import ConfigError
 from nsa_train.explore.collect import collect_layers
 from nsa_train.explore.page import packed_bytes, page_of, write_json

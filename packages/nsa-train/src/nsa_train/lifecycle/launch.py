@@ -21,7 +21,7 @@ from cyclopts import Parameter
 
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
-from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, joint_code, worker_pids
+from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, handled, joint_code, worker_pids
 from nsa_train.lifecycle.stopping import SIGNALS, TERMINATING
 from nsa_train.settings.config import RunConfig
 
@@ -186,9 +186,5 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
                 raise SignalledError(f"{message}; start again with --resume auto", exit_code=CODES[number])
         send(pids, number)
 
-    before = {number: signal.signal(number, forward) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-    try:
+    with handled(dict.fromkeys(SIGNALS, forward)):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,11 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nsa_core.errors import NSAError
 from nsa_train.errors import (
@@ -156,23 +156,32 @@ def joint_code(folder: Path) -> int:
 
 
 @contextmanager
-def ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
-
-    Handlers are set only in the main thread, and restored at the end. A signal that the caller's shell ignores stays ignored.
-
-    Raises:
-        SignalledError: from the block, with the documented exit code.
-    """
-    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
-    is_main = threading.current_thread() is threading.main_thread()
-    wanted = {number: handler for number, handler in handlers.items() if is_main and signal.getsignal(number) != signal.SIG_IGN}
+def handled(handlers: Mapping[int, Callable[[int, FrameType | None], Any]]) -> Iterator[None]:
+    """Let `handlers`, by signal, handle signals while the block runs. A signal that the caller's shell ignores stays ignored."""
+    wanted = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
+
+    Handlers are set only in the main thread, as by `handled`.
+
+    Raises:
+        SignalledError: from the block, with the documented exit code.
+    """
+    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with handled(handlers if is_main else {}):
+            yield
+    finally:
         _ENDED.set()
 
 

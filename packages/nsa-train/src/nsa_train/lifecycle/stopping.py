@@ -11,13 +11,14 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import IntEnum
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from nsa_train.errors import INTERRUPTED, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
 from nsa_train.lifecycle.console import warn
-from nsa_train.lifecycle.outcomes import has_lost_launcher, reported
+from nsa_train.lifecycle.outcomes import handled, has_lost_launcher, reported
 from nsa_train.run_dir import RunDirectory
 
 if TYPE_CHECKING:
@@ -75,29 +76,23 @@ class StopRequests:
         self._is_interrupted = False
         self._has_lost_halt = False
         self._ending = threading.Event()
-        self._before: dict[int, Any] = {}
-        self._thread: threading.Thread | None = None
+        self._handlers = ExitStack()
+        self._thread = threading.Thread(target=self._listen, name="stop-requests", daemon=True)
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         if threading.current_thread() is threading.main_thread():
-            wanted = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in wanted}
-            self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="stop-requests", daemon=True)
+            self._handlers.enter_context(handled(dict.fromkeys(SIGNALS, _leave_to_the_thread)))
+            self._handlers.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False))
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ending.set()
         os.write(self._writer, b"\0")
-        assert self._thread is not None
         self._thread.join()
-        if self._before:
-            signal.set_wakeup_fd(self._wakeup_before)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        self._handlers.close()
         os.close(self._reader)
         os.close(self._writer)
 
@@ -147,14 +142,12 @@ class StopRequests:
             # even if the records could not be written
             os._exit(code)
 
-    def _note(self, request: Stop) -> None:
+    def _note(self, request: Stop, *, is_own: bool = True) -> None:
         if request > self._heard:
-            self._hear(request)
-            self._share(request)
-
-    def _hear(self, request: Stop) -> None:
-        self._heard = request
-        self._tell_delay()
+            self._heard = request
+            self._tell_delay()
+            if is_own:
+                self._share(request)
 
     def _tell_delay(self) -> None:
         if self._delay and self._heard is not Stop.NO and self.world.is_main:
@@ -172,9 +165,7 @@ class StopRequests:
     def _read_store(self) -> None:
         try:
             if self._store is not None and self._store.check([_KEY]):
-                request = Stop(int(self._store.get(_KEY)))
-                if request > self._heard:
-                    self._hear(request)
+                self._note(Stop(int(self._store.get(_KEY))), is_own=False)
         except RuntimeError:
             # the rank that keeps the store is gone; the next exchange reports it
             self._store = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,23 +50,6 @@ from nsa_train.telemetry.records import Cause
 
 FAILED = -1
 """Value instead of a `Stop` by which a rank reports to the others that its data are not available."""
-
-
-class _Agreement(NamedTuple):
-    """A rank's row before a step: whether it continues, and its micro-batches."""
-
-    said: int
-    """A `Stop`, or FAILED."""
-    targets: int
-    tokens: int
-    longest: int
-
-
-class _Evaluated(NamedTuple):
-    """A rank's row of an evaluation, summed over its batches."""
-
-    loss: float
-    targets: int
 
 
 class Trainer:
@@ -233,19 +216,18 @@ class Trainer:
                 failure = error
         said = FAILED if failure else int(self.stops.heard(look=self.world.is_main))
         mine = (fetched.num_targets, fetched.num_tokens, fetched.longest) if fetched else (0, 0, 0)
-        everyone = self.world.exchange(_Agreement(said, *mine))
+        requests, targets, tokens, longest = zip(*self.world.gather((said, *mine)), strict=True)
         if failure is not None:
             raise failure
-        failed = [rank for rank, row in enumerate(everyone) if row.said == FAILED]
-        if failed:
-            raise PeerError(f"step {step}: the data of rank {failed[0]} could not be had; its own message says why")
-        stop = Stop(max(row.said for row in everyone))
+        if FAILED in requests:
+            raise PeerError(f"step {step}: the data of rank {requests.index(FAILED)} could not be had; its own message says why")
+        stop = Stop(max(requests))
         if stop is not Stop.NO:
             self._stop(step - 1, stop)
         assert fetched is not None
         self.feed.accept()
         self.recent_fetches.append(1e3 * fetched.seconds)
-        return fetched, sum(row.targets for row in everyone), sum(row.tokens for row in everyone), max(row.longest for row in everyone)
+        return fetched, sum(targets), sum(tokens), max(longest)
 
     def _stop(self, step: int, stop: Stop) -> NoReturn:
         """Save after `step` and end the run."""
@@ -363,8 +345,8 @@ class Trainer:
                 loss = float(self._summed_loss(self.model, batch.to(self.device)))
                 if index < len(batches):
                     summed, targets = summed + loss, targets + batch.num_targets
-        everyone = self.world.exchange(_Evaluated(summed, targets))
-        mean = sum(row.loss for row in everyone) / sum(row.targets for row in everyone)
+        losses, counts = zip(*self.world.gather((summed, targets)), strict=True)
+        mean = sum(losses) / sum(counts)
         self.patience.observe(mean)
         self.recorder.validated(step, mean)
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")
