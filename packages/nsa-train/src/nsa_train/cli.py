@@ -49,6 +49,8 @@ app = App(
     version=lambda: version_lines(RUNS_ON),
     version_format="plaintext",
     suppress_keyboard_interrupt=False,
+    # no --no-... and no --empty-...
+    default_parameter=Parameter(negative=()),
 )
 app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")
 Recipe = Annotated[str, Parameter(help=f"A shipped recipe ({listed(shipped_recipes())}) or the path of a TOML file.")]
@@ -57,12 +59,12 @@ CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one 
 JSON_TO_FILE = ("explore",)
 """Commands whose `--json` names a file."""
 # `run_command` reads it, so that a failure is an object too
-AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object instead of text, also for a failure.")]
-Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
+AsJSON = Annotated[bool, Parameter(name="--json", help="Print one JSON object instead of text, also for a failure.")]
+Overrides = Annotated[list[str] | None, Parameter(name="--set", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
-    bool, Parameter(negative="", help="If the data is not available, use random ids; the run is renamed and every record says so.")
+    bool, Parameter(help="If the data is not available, use random ids; the run is renamed and every record says so.")
 ]
-DryRun = Annotated[bool, Parameter(negative="", help="Check the run as `preflight` does, and stop.")]
+DryRun = Annotated[bool, Parameter(help="Check the run as `preflight` does, and stop.")]
 
 
 @app.command
@@ -73,7 +75,7 @@ def run(
     *,
     out: Annotated[Path | None, Parameter(help="Directory of the results; runs/RECIPE-TIME by default.")] = None,
     set_: Overrides = None,
-    print_config: Annotated[bool, Parameter(negative="", help="Print the resolved recipe as TOML and stop.")] = False,
+    print_config: Annotated[bool, Parameter(help="Print the resolved recipe as TOML and stop.")] = False,
     dry_run: DryRun = False,
     resume: Annotated[
         str | None,
@@ -111,8 +113,8 @@ def run(
             check_free(folder)
         is_resuming = settled_resume(folder, step) is not None
         config, recipe, overrides, folder, note = or_synthetic(Start(config, recipe, overrides, folder), resuming=is_resuming)
-        print(note, end="\n" if note else "", file=sys.stderr)
         if note:
+            print(note, file=sys.stderr)
             # the run has another directory, and keeps its random ids even if the data can be read again
             again = evolve(again, saved=["resume", str(folder), *meeting.words()])
     if dry_run:
@@ -227,7 +229,8 @@ def loader_check(
 
     if synthetic_on_fail:
         config, *_, note = or_synthetic(Start(config, recipe, [], Path(recipe)))
-        print(note, end="\n" if note else "", file=sys.stderr)
+        if note:
+            print(note, file=sys.stderr)
     figures = check_loader(config, timeout_s=timeout)
     for line in figures.lines():
         print(line)
@@ -239,10 +242,8 @@ def watch(
     directory: RunFolder,
     /,
     *,
-    halt: Annotated[bool, Parameter(negative="", help="If something is wrong, write .HALT: all ranks save and stop.")] = False,
-    once: Annotated[
-        bool, Parameter(negative="", help="Look once; repeat only while the clocks do not show whether a rank is alive.")
-    ] = False,
+    halt: Annotated[bool, Parameter(help="If something is wrong, write .HALT: all ranks save and stop.")] = False,
+    once: Annotated[bool, Parameter(help="Look once; repeat only while the clocks do not show whether a rank is alive.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
@@ -283,9 +284,7 @@ def sample(
     tokens: Annotated[int, Parameter(help="Maximum number of tokens to add.")] = 200,
     temperature: Annotated[float, Parameter(help="0 always takes the likeliest token.")] = 0.8,
     top_p: Annotated[float, Parameter(help="Sample from the likeliest tokens whose probabilities add up to this.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, Parameter(negative="", help="Text that ends the continuation; it is not printed. Repeatable.")
-    ] = None,
+    stop: Annotated[list[str] | None, Parameter(help="Text that ends the continuation; it is not printed. Repeatable.")] = None,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU; each step is a CUDA graph there.")] = "cpu",
     backend: Annotated[
@@ -352,16 +351,13 @@ def evaluate(
     tasks: Annotated[str | None, Parameter(help=f"Separated by commas: {listed(TaskName)}. By default all that the model can do.")] = None,
     text: Annotated[
         list[Path] | None,
-        Parameter(negative="", help="A document for loss-by-position and block-recall, instead of the run's held-out rows. Repeatable."),
+        Parameter(help="A document for loss-by-position and block-recall, instead of the run's held-out rows. Repeatable."),
     ] = None,
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")
     ] = None,
     twin: Annotated[Path | None, Parameter(help="A dense run or export of the same shape; block-recall uses its attention.")] = None,
-    mode: Annotated[
-        list[str] | None,
-        Parameter(negative="", help=f"The selected branch: {listed(Mode)}. Repeatable; all by default."),
-    ] = None,
+    mode: Annotated[list[str] | None, Parameter(help=f"The selected branch: {listed(Mode)}. Repeatable; all by default.")] = None,
     recall: RecallSizes = DEFAULT_SIZES,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU.")] = "cpu",
     seed: Annotated[int, Parameter(help="Equal seeds give equal figures.")] = 1,
@@ -512,9 +508,7 @@ def convert(
         str,
         Parameter(help="open: all branches count alike; selected: the selected one alone, so that short texts give the source's logits."),
     ] = "open",
-    nsa: Annotated[
-        list[str] | None, Parameter(name="--nsa", negative="", help="key=value of table nsa; the value is TOML. Repeatable.")
-    ] = None,
+    nsa: Annotated[list[str] | None, Parameter(name="--nsa", help="key=value of table nsa; the value is TOML. Repeatable.")] = None,
     layers: Annotated[str | None, Parameter(help='A pattern as in model.layers: \'["dense", {branches = ["win"]}]\'.')] = None,
 ) -> int:
     """Convert the dense checkpoint SOURCE to an NSA model, verify it layer by layer, and write a recipe that trains it."""

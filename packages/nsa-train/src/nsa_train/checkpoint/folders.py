@@ -1,23 +1,31 @@
 """Read folders that Transformers loads through nsa-transformers: their configuration and weights. Needs nsa-train[hf]."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
-from nsa_train.checkpoint.tensors import Form, read_forms
+from nsa_train.checkpoint.tensors import NAMED, read_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import RunConfig
+from nsa_train.settings.structuring import listed_problems
 
 HF_CONFIG = "config.json"
 MODEL_TYPE = "nsa_core"
 LONGEST = 2**31 - 1
-NAMED = 3
-"""Maximum number of tensors that a message names."""
+NAMES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    **{name: name for name in ("head_dim_qk", "head_dim_v", "attention", "intermediate_size")},
+    "tie_word_embeddings": "tie_embeddings",
+    "rms_norm_eps": "norm_eps",
+}
+"""Name in a config.json -> key of table `model`, where both have the same value."""
 
 
 def is_folder(path: Path) -> bool:
@@ -57,19 +65,10 @@ def folder_config(folder: Path) -> Any:
 def model_tables(config: Any) -> dict[str, dict[str, Any]]:
     """Return the tables `model` and `nsa` of a recipe for the model of an `NSAModelConfig`."""
     model = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "head_dim_qk": config.head_dim_qk,
-        "head_dim_v": config.head_dim_v,
-        "attention": config.attention,
+        **{key: value for name, key in NAMES.items() if (value := getattr(config, name)) is not None},
         "layers": config.layers or [],
         "vocab_size": config.vocab_size,
-        "intermediate_size": config.intermediate_size,
-        "tie_embeddings": config.tie_word_embeddings,
         "max_position": min(config.max_position_embeddings, LONGEST),
-        **({} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps}),
     }
     return {"model": model, "nsa": dict(config.nsa or {})}
 
@@ -102,11 +101,11 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
     problems += [
         f"{name} expected {list(wanted[name].shape)}, found {list(form.shape)}"
         for name, form in found.items()
-        if not _fits(form, wanted.get(name))
+        if name in wanted and form.shape != tuple(wanted[name].shape)
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe next to them, or its sizes"
+            f"the weights in {folder} are not those of {of}: {listed_problems(problems, most=NAMED)}; use the recipe next to them, or its sizes"
         )
     require_undamaged(files)
     return files
@@ -121,18 +120,10 @@ def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
     tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
     if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
         raise CheckpointError(
-            f"the weights in {folder} hold NaN or Inf, in {_some(broken)} (training cannot go on from them); use an earlier state of the model"
+            f"the weights in {folder} hold NaN or Inf, in {listed_problems(broken, most=NAMED)} (training cannot go on from them); "
+            "use an earlier state of the model"
         )
     return tensors
-
-
-def _some(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-    return "; ".join(problems[:NAMED]) + more
-
-
-def _fits(form: Form, wanted: Tensor | None) -> bool:
-    return wanted is None or form.shape == tuple(wanted.shape)
 
 
 def require_installed(what: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from nsa_core.errors import InputError
 from nsa_train.checkpoint.folders import (
     HF_CONFIG,
+    NAMES,
     ends_with,
     folder_config,
     folder_weights,
@@ -73,23 +74,13 @@ def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> A
     from nsa_transformers.configuration import nsa_table
 
     model, run = checkpoint.config.model, checkpoint.config
-    vocab_size, hidden_size = tensors["embedding.weight"].shape
     tokenizer = build_tokenizer(run.data)
     return NSAModelConfig(
         architectures=[NSAForCausalLM.__name__],
         dtype=str(tensors["embedding.weight"].dtype).removeprefix("torch."),
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=len(tensors["blocks.0.mlp.gate.weight"]),
-        num_hidden_layers=model.n_layers,
-        num_attention_heads=model.n_heads,
-        num_key_value_heads=model.n_kv_heads,
-        head_dim_qk=model.head_dim_qk,
-        head_dim_v=model.head_dim_v,
+        vocab_size=len(tensors["embedding.weight"]),
+        **{name: getattr(model, key) for name, key in NAMES.items()} | {"intermediate_size": len(tensors["blocks.0.mlp.gate.weight"])},
         max_position_embeddings=model.max_position or run.train.seq_len,
-        rms_norm_eps=model.norm_eps,
-        tie_word_embeddings=model.tie_embeddings,
-        attention=model.attention,
         layers=unstructure(run)["model"]["layers"] or None,
         nsa=nsa_table(run.nsa_config()),
         bos_token_id=tokenizer.separator,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_train.errors import CheckpointError
 from nsa_train.parallel.sharding import is_sharded
 from nsa_train.parallel.world import here
-from nsa_train.settings.structuring import SHOWN, short
+from nsa_train.settings.structuring import SHOWN, listed_problems, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of a parameter's name that torch.compile and checkpoint wrappers add."""
@@ -109,8 +109,8 @@ def require_forms(
     # the names in the file are untrusted
     differing += [f"{_shown(name)} expected none, found {found[name]}" for name in sorted(set(found) - set(wanted))]
     if differing:
-        more = f"; and {len(differing) - NAMED} more tensors" if len(differing) > NAMED else ""
-        raise CheckpointError(f"{path} does not fit {of}: {'; '.join(differing[:NAMED])}{more}; {advice}")
+        more = " tensors" if len(differing) > NAMED else ""
+        raise CheckpointError(f"{path} does not fit {of}: {listed_problems(differing, most=NAMED)}{more}; {advice}")
 
 
 def require_moments(path: Path, weights: Mapping[str, Tensor], *, is_begun: bool) -> None:

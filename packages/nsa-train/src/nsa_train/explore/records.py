@@ -135,17 +135,14 @@ def model_facts(found: Exploration) -> dict[str, Any]:
 
 def layer_arrays(layer: LayerRecord, decimals: int) -> Iterator[tuple[str, Any]]:
     """Yield the arrays of a layer as nested lists by name; a token's scores and mass are only those of its candidates, blocks 0 .. own."""
-    for name in ("block_indices", "gates"):
+    for name in ("block_indices", "gates", "scores", "dense_mass"):
         values = getattr(layer, name)
-        yield name, None if values is None else _rounded(values, decimals)
-    for name in ("scores", "dense_mass"):
-        values = getattr(layer, name)
-        yield (
-            name,
-            None
-            if values is None
-            else [_rounded(row[:, : own + 1], decimals) for row, own in zip(values, layer.own_blocks(), strict=True)],
-        )
+        if values is None:
+            yield name, None
+        elif name in ("block_indices", "gates"):
+            yield name, _rounded(values, decimals)
+        else:
+            yield name, [_rounded(row[:, : own + 1], decimals) for row, own in zip(values, layer.own_blocks(), strict=True)]
 
 
 def _rounded(values: NDArray[Any], decimals: int) -> Any:

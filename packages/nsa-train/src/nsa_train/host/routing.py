@@ -73,7 +73,7 @@ def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, ad
                 broken = "".join(f"; plug-in {plugin.name!r} is broken: {plugin.error}" for plugin in default_plugins().broken)
                 found[operation.value] = f"{key} is not installed (there is {listed(known) or 'none'}{broken}); {advice}"
                 break
-            reasons = _reasons_against(name, (decision for decision in decisions if decision.chosen is None))
+            reasons = reasons_against(name, (decision for decision in decisions if decision.chosen is None))
             if reasons and operation in _used_operations(config):
                 found[operation.value] = f"{key} cannot serve {use} ({name}: {reasons}); {advice}"
                 break
@@ -85,7 +85,7 @@ def overruled_backends(config: RunConfig, uses: Callable[[Operation], Uses]) -> 
     found = {}
     for operation, name in named_backends(config).items():
         decisions = [explain_routing(request, name) for requests in uses(operation).values() for request in requests]
-        reasons = _reasons_against(name, decisions)
+        reasons = reasons_against(name, decisions)
         if reasons and all(decision.chosen for decision in decisions) and operation in _used_operations(config):
             key = f"nsa.backends.{operation.value}"
             found[operation.value] = f"{operation.value} -> {name}, because {key} names it, against {reasons}"
@@ -164,7 +164,7 @@ def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
     return [layer for layer in layers if NEEDED_BY.get(operation, set(layer.branches)) & set(layer.branches)]
 
 
-def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
+def reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
     """Return every reason against the backend `name` in `decisions`, each once; empty if there is none."""
     candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))

@@ -1,6 +1,7 @@
 """Activation checkpointing: the backward pass recomputes results instead of keeping them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,30 +23,18 @@ PRODUCTS = frozenset(
 """Matrix products and attention of torch: selective recomputation keeps their results."""
 
 
-def keeping_inputs(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return `layer(*inputs)`; only the inputs are kept for the backward pass.
-
-    The state of the random generators is not kept, because a layer draws no random numbers.
-    """
-    result: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return result
-
-
-def keeping_products(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return `layer(*inputs)`; inputs and the results of matrix products and attention are kept. See `keeping_inputs`."""
-    result: Tensor = checkpoint(layer, *inputs, context_fn=_selective_contexts, use_reentrant=False, preserve_rng_state=False)
-    return result
-
-
-RECOMPUTATIONS = {"none": None, "full": keeping_inputs, "selective": keeping_products}
-"""Value of `train.activation_checkpointing` -> the function that runs a layer."""
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_kept)
-
-
 def _kept(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # operations outside torch's own namespaces are attention kernels
     is_kept = operation in PRODUCTS or operation.namespace not in ("aten", "prims", "prim")
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""A layer draws no random numbers, so the state of the generators is not kept."""
+RECOMPUTATIONS: dict[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "full": _checkpointed,
+    "selective": partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _kept)),
+}
+"""Value of `train.activation_checkpointing` -> the function that runs a layer: "full" keeps its inputs for the backward pass, "selective" also
+the results of matrix products and attention."""

@@ -8,6 +8,7 @@ from nsa_train.host.routing import (
     chosen_of,
     ignored_backends,
     overruled_backends,
+    reasons_against,
     refused_backends,
     routing_decisions,
     uses_of_run,
@@ -104,14 +105,10 @@ def _there(machine: Machine, *, is_asked_for: bool) -> str:
 
 
 def _why_no_kernel(decision: "RoutingDecision") -> str:
-    reasons = [f"{one.name}: {_reasons(decision, one.name)}" for one in decision.candidates if one.name != "sdpa"]
+    reasons = [f"{one.name}: {reasons_against(one.name, [decision])}" for one in decision.candidates if one.name != "sdpa"]
     return "; ".join(reasons) or "nsa-kernels-triton is not installed; in a checkout: pip install ./packages/nsa-kernels-triton"
 
 
 def _unserved(operation: str, decision: "RoutingDecision") -> str:
-    text = "; ".join(f"{candidate.name}: {_reasons(decision, candidate.name)}" for candidate in decision.candidates)
+    text = "; ".join(f"{candidate.name}: {reasons_against(candidate.name, [decision])}" for candidate in decision.candidates)
     return f"nsa.backends.{operation}='auto' cannot serve this run ({text or 'none is installed'}); use 'sdpa'"
-
-
-def _reasons(decision: "RoutingDecision", name: str) -> str:
-    return ", ".join(str(reason) for candidate in decision.candidates if candidate.name == name for reason in candidate.reasons)

@@ -37,10 +37,10 @@ def problems_of(values: object, kind: type, path: str) -> list[str]:
     return found + [f"{path}[{name}] is unknown" if path else f"{name} is unknown" for name in unknown]
 
 
-def listed_problems(problems: list[str]) -> str:
-    """Return `problems` for a message of one line: the first few, and how many more there are."""
-    more = len(problems) - LISTED
-    return "; ".join(problems[:LISTED]) + (f"; and {more} more" if more > 0 else "")
+def listed_problems(problems: list[str], *, most: int = LISTED) -> str:
+    """Return `problems` for a message of one line: the first ones, at most `most`, and how many more there are."""
+    more = len(problems) - most
+    return "; ".join(problems[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def short(value: object) -> str:

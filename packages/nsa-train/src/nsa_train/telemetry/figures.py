@@ -193,16 +193,13 @@ def _draw_throughput(axis: Any, history: History) -> None:
 
 def _draw_memory(axis: Any, history: History) -> None:
     lines = zip(MEMORY, (BRANCH_COLOURS["cmp"], BRANCH_COLOURS["slc"]), ("allocated", "reserved"), strict=True)
-    _draw_fields(axis, history.memory, *lines)
-    axis.set_ylim(bottom=0)
-    axis.set_title("GPU memory, GiB")
+    _draw_fields(axis, history.memory, *lines, title="GPU memory, GiB")
 
 
 def _draw_shares(axis: Any, history: History) -> None:
     shares = [{**event["gate_branch_shares"], "step": event["step"]} for event in history.progress if event.get("gate_branch_shares")]
-    _draw_fields(axis, shares, *((branch, colour, BRANCH_NAMES[branch]) for branch, colour in BRANCH_COLOURS.items()))
-    axis.set_ylim(0, 1)
-    axis.set_title("Share of each branch's gate")
+    lines = ((branch, colour, BRANCH_NAMES[branch]) for branch, colour in BRANCH_COLOURS.items())
+    _draw_fields(axis, shares, *lines, title="Share of each branch's gate", highest=1)
 
 
 def _draw_entropy(axis: Any, history: History) -> None:
@@ -212,17 +209,15 @@ def _draw_entropy(axis: Any, history: History) -> None:
         ("gate_entropy_mean", BRANCH_COLOURS["cmp"], "entropy, mean (nats)"),
         ("gate_entropy_min", BRANCH_COLOURS["slc"], "entropy, least"),
         ("gate_collapse_frac", ACCENT, "collapsed share of tokens"),
+        title="Gate health (dotted: least healthy mean)",
     )
     axis.axhline(0.5, color=INK, lw=0.8, ls=":")
-    axis.set_ylim(bottom=0)
-    axis.set_title("Gate health (dotted: least healthy mean)")
 
 
 def _draw_selection(axis: Any, history: History) -> None:
     chosen = ("free_block_share_mean", BRANCH_COLOURS["slc"], "blocks chosen freely")
-    _draw_fields(axis, history.progress, chosen, ("overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before"))
-    axis.set_ylim(0, 1)
-    axis.set_title("Selection, share of a query's blocks")
+    shared = ("overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before")
+    _draw_fields(axis, history.progress, chosen, shared, title="Selection, share of a query's blocks", highest=1)
 
 
 def _name_lines(axis: Any) -> None:
@@ -231,14 +226,16 @@ def _name_lines(axis: Any) -> None:
         axis.legend(frameon=False)
 
 
-def _draw_fields(axis: Any, events: list[dict[str, Any]], *lines: tuple[str, str, str]) -> None:
-    """Draw the known fields of `events`; each of `lines` has a field's name, colour and label."""
+def _draw_fields(axis: Any, events: list[dict[str, Any]], *lines: tuple[str, str, str], title: str, highest: float | None = None) -> None:
+    """Draw the known fields of `events`, from 0 up; each of `lines` has a field's name, colour and label."""
     for name, colour, label in lines:
         known = [(event["step"], event[name]) for event in events if event.get(name) is not None]
         if known:
             # a line of one point cannot be seen
             axis.plot(*zip(*known, strict=True), color=colour, label=label, marker="" if len(known) > 1 else "o")
     _name_lines(axis)
+    axis.set_ylim(0, highest)
+    axis.set_title(title)
 
 
 def _read_columns(path: Path) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from nsa_train.files import (
 )
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
+from nsa_train.settings.rules import is_number
+from nsa_train.settings.structuring import is_count
 
 TRAINING_COLUMNS = (
     *("step", "loss", "ppl", "lr", "toks_per_s", "grad_norm", "fetch_ms"),
@@ -53,6 +56,9 @@ EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_
 """Figures with nine significant digits, which distinguish any two float32 values; the others have six."""
 MOST = 2**53
 """No count and no time in seconds exceeds this."""
+_is_count = partial(is_count, most=MOST - 1)
+# a float's range, which an integer of JSON may leave
+_is_number = partial(is_number, at_least=-1e300, at_most=1e300)
 SHOWN = 3
 """Maximum lines of a file that a message numbers; the others are counted."""
 
@@ -315,15 +321,6 @@ def _is_event(event: Mapping[str, Any]) -> bool:
         and all(isinstance(event.get(name) or {}, dict) for name in TABLES_OF_EVENTS)
         and all(value is None or _is_number(value) for value in (*figures.values(), *shares.values()))
     )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
-
-
-def _is_number(value: object) -> bool:
-    # a float's range, which an integer of JSON may leave
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def damaged_records(paths: RunDirectory) -> list[str]:
