@@ -18,7 +18,7 @@ class Rule:
 
     holds: Callable[[Any], bool]
     text: str
-    example: str
+    example: str = ""
     names: tuple[str, ...] = ()
     """All valid values, if only a few names are valid."""
 
@@ -50,13 +50,23 @@ def is_number(value: object, *, at_least: float, at_most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= at_most
 
 
-def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
-    """Return a field that holds an integer in these bounds, both inclusive."""
+def integers(at_least: int, at_most: int, *, example: str = "") -> Rule:
+    """Return the rule of an integer in these bounds, both inclusive."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, int) and is_number(value, at_least=at_least, at_most=at_most)
 
-    return _key(Rule(holds, f"an integer from {at_least} to {at_most:,}", str(example)), default)
+    return Rule(holds, f"an integer from {at_least} to {at_most:,}", example)
+
+
+def numbers(at_least: float, at_most: float) -> Rule:
+    """Return the rule of a number in these bounds, both inclusive."""
+    return Rule(lambda value: is_number(value, at_least=at_least, at_most=at_most), f"a number from {at_least:g} to {at_most:,}")
+
+
+def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds an integer in these bounds, both inclusive."""
+    return _key(integers(at_least, at_most, example=str(example)), default)
 
 
 def number(
@@ -100,8 +110,8 @@ def optional_text(*, example: str) -> Any:
 
 def optional_number(*, at_least: float, at_most: float, example: float) -> Any:
     """Return a field that holds a number in these bounds, both inclusive, or nothing."""
-    text = f"a number from {at_least:g} to {at_most:,}"
-    return _key(Rule(lambda value: value is None or is_number(value, at_least=at_least, at_most=at_most), text, f"{example:g}"), None)
+    rule = numbers(at_least, at_most)
+    return _key(Rule(lambda value: value is None or rule.holds(value), rule.text, f"{example:g}"), None)
 
 
 def _key(rule: Rule, default: Any) -> Any:

@@ -1,13 +1,11 @@
-"""Compare tables that were read as JSON with the attrs classes that describe them, and list every problem with its path."""
+"""Rules of tables that are read as JSON, by key, and every problem of a table with its path. Imports no torch."""
 
 import re
 import reprlib
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import attrs
-
-from nsa_train.settings.rules import Rule, integer, is_number
+from nsa_train.settings.rules import Rule
 
 SHOWN = 80
 """Maximum characters of a value, or of an unknown key, in a message."""
@@ -18,22 +16,24 @@ MOST_LEVELS = 8
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
+Fields = Mapping[str, Any]
+"""Key of a table -> the Rule of its value, or the Fields of a table below it, or None: any value. No key may be missing."""
 
-def problems_of(values: object, kind: type, path: str) -> list[str]:
-    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty if there is none."""
+
+def problems_of(values: object, fields: Fields, path: str) -> list[str]:
+    """Return the problems of `values` as a table of `fields`, each with its path, which begins with `path`; empty if there is none."""
     if not isinstance(values, dict):
         return [f"{path}={short(values)} is not a table".lstrip("=")]
     found: list[str] = []
-    fields = attrs.fields_dict(cast(Any, kind))
-    for name, field in fields.items():
-        where, rule = f"{path}.{name}".lstrip("."), field.metadata.get("rule")
+    for name, expected in fields.items():
+        where = f"{path}.{name}".lstrip(".")
         if name not in values:
             found.append(f"{where} is missing")
-        elif attrs.has(cast(Any, field.type)):
-            found += problems_of(values[name], cast(Any, field.type), where)
-        elif rule is not None and not rule.holds(values[name]):
-            found.append(f"{where}={short(values[name])} is not {rule.text}")
-    unknown = (short(name) for name in sorted(values.keys() - fields))
+        elif isinstance(expected, Mapping):
+            found += problems_of(values[name], expected, where)
+        elif expected is not None and not expected.holds(values[name]):
+            found.append(f"{where}={short(values[name])} is not {expected.text}")
+    unknown = (short(name) for name in sorted(values.keys() - fields.keys()))
     return found + [f"{path}[{name}] is unknown" if path else f"{name} is unknown" for name in unknown]
 
 
@@ -49,29 +49,14 @@ def short(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def count(most: int) -> Any:
-    """Return a field that holds an integer from 0 to `most`."""
-    return integer(at_least=0, at_most=most, example=0)
+def text_like(pattern: str, what: str) -> Rule:
+    """Return the rule of a text which `pattern` matches from end to end; `what` describes it in messages."""
+    return Rule(lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, what)
 
 
-def text_like(pattern: str, what: str) -> Any:
-    """Return a field that holds a text which `pattern` matches from end to end."""
-    return ruled(lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, what)
-
-
-def list_of(holds: Callable[[Any], bool], what: str, *, most: int) -> Any:
-    """Return a field that holds a list of at most `most` items, for each of which `holds` is true."""
-    return ruled(lambda value: isinstance(value, list) and len(value) <= most and all(map(holds, value)), what)
-
-
-def is_count(value: object, *, most: int) -> bool:
-    """Return whether `value` is an integer from 0 to `most`."""
-    return isinstance(value, int) and is_number(value, at_least=0, at_most=most)
-
-
-def anything() -> Any:
-    """Return a field that holds a table of any values, nested at most 8 deep."""
-    return ruled(lambda value: isinstance(value, dict) and is_shallow(value), f"a table nested at most {MOST_LEVELS} deep")
+def list_of(holds: Callable[[Any], bool], what: str, *, most: int) -> Rule:
+    """Return the rule of a list of at most `most` items, for each of which `holds` is true; `what` describes it in messages."""
+    return Rule(lambda value: isinstance(value, list) and len(value) <= most and all(map(holds, value)), what)
 
 
 def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
@@ -82,6 +67,4 @@ def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
     return levels > 0 and all(is_shallow(item, levels - 1) for item in inside)
 
 
-def ruled(holds: Callable[[Any], bool], what: str) -> Any:
-    """Return a field whose value passes `holds`; `what` is the noun phrase for messages."""
-    return attrs.field(metadata={"rule": Rule(holds, what, "")})
+ANY_TABLE = Rule(lambda value: isinstance(value, dict) and is_shallow(value), f"a table nested at most {MOST_LEVELS} deep")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from nsa_train.files import (
 )
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
-from nsa_train.settings.rules import is_number
-from nsa_train.settings.structuring import is_count
+from nsa_train.settings.rules import integers, numbers
 
 TRAINING_COLUMNS = (
     *("step", "loss", "ppl", "lr", "toks_per_s", "grad_norm", "fetch_ms"),
@@ -56,9 +54,9 @@ EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_
 """Figures with nine significant digits, which distinguish any two float32 values; the others have six."""
 MOST = 2**53
 """No count and no time in seconds exceeds this."""
-_is_count = partial(is_count, most=MOST - 1)
+_is_count = integers(0, MOST - 1).holds
 # a float's range, which an integer of JSON may leave
-_is_number = partial(is_number, at_least=-1e300, at_most=1e300)
+_is_number = numbers(-1e300, 1e300).holds
 SHOWN = 3
 """Maximum lines of a file that a message numbers; the others are counted."""
 
