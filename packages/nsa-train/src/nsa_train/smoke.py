@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "
 """Figures of metrics.json that are compared with a baseline: 1 if more is better, -1 if less is better."""
 MOST_TOKENS = 512
 """Maximum tokens of a sequence for which blocks are chosen twice."""
+
+
+Found = tuple[bool | None, str]
+"""Whether a rule holds, None if it does not apply; and a text about it."""
 
 
 @frozen(kw_only=True)
@@ -141,9 +145,11 @@ def judge_run(folder: Path, *, baseline: Path | None = None, tolerance: float = 
 
 def check_run(records: Records) -> list[Verdict]:
     """Return the verdict of every rule on `records`."""
-    rules: tuple[Callable[[Records], Verdict], ...] = (_ending, _numbers, _improvement, _throughput, _fetch)
-    damage = [Verdict(rule="records", is_passed=None, found=line) for line in records.damaged]
-    return [*damage, *(rule(records) for rule in rules), *_health(records), _selection(records)]
+    rules = {"ending": _ending, "no NaN": _numbers, "loss improves": _improvement, "throughput": _throughput, "fetch": _fetch}
+    found: list[tuple[str, Found]] = [("records", (None, line)) for line in records.damaged]
+    found += [(name, rule(records)) for name, rule in rules.items()]
+    found += [*_health(records), ("selection repeats", _selection(records))]
+    return [Verdict(rule=rule, is_passed=is_passed, found=text) for rule, (is_passed, text) in found]
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
@@ -160,36 +166,34 @@ def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[V
     return verdicts
 
 
-def _ending(records: Records) -> Verdict:
-    rule, newest = "ending", records.newest
+def _ending(records: Records) -> Found:
+    newest = records.newest
     if newest.last.get("msg") == "finish":
-        return Verdict(rule=rule, is_passed=True, found="the last step was taken")
+        return True, "the last step was taken"
     if newest.last.get("msg") == "halt":
         code = newest.last.get("code")
-        return Verdict(rule=rule, is_passed=code in ON_REQUEST, found=f"stopped with exit code {code}: {newest.last.get('reason')}")
+        return code in ON_REQUEST, f"stopped with exit code {code}: {newest.last.get('reason')}"
     silence_s = time.time() - newest.last["ts"] if newest.last else 0.0
-    if has_died(newest, silence_s):
-        broke = f"broke off after step {newest.step}: its process is gone"
-        unseen = f"records no end after step {newest.step}: silent for {silence_s:.0f} s by its timestamps, its process not seen from here"
-        return Verdict(rule=rule, is_passed=False, found=broke if newest.has_failed or is_here(newest) else unseen)
-    return Verdict(rule=rule, is_passed=None, found=f"not judged: the run goes on at step {newest.step}")
+    if not has_died(newest, silence_s):
+        return None, f"not judged: the run goes on at step {newest.step}"
+    if newest.has_failed or is_here(newest):
+        return False, f"broke off after step {newest.step}: its process is gone"
+    return False, f"records no end after step {newest.step}: silent for {silence_s:.0f} s by its timestamps, its process not seen from here"
 
 
-def _numbers(records: Records) -> Verdict:
+def _numbers(records: Records) -> Found:
     bad = [int(row["step"]) for row in records.steps if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
     bad += [int(row["step"]) for row in records.evaluations if not math.isfinite(row["val_loss"])]
     # a step that was skipped has no row
     bad += [skip["step"] for skip in records.skips if skip.get("cause") not in FINITE_CAUSES]
-    found = (
-        f"losses and gradients of {len(records.steps)} steps are finite" if not bad else f"not finite at step {min(bad)}, {len(bad)} in all"
-    )
-    return Verdict(rule="no NaN", is_passed=bool(records.steps) and not bad, found=found)
+    if bad:
+        return False, f"not finite at step {min(bad)}, {len(bad)} in all"
+    return bool(records.steps), f"losses and gradients of {len(records.steps)} steps are finite"
 
 
-def _improvement(records: Records) -> Verdict:
-    rule = "loss improves"
+def _improvement(records: Records) -> Found:
     if records.settings.get("data", {}).get("source") == "synthetic":
-        return Verdict(rule=rule, is_passed=None, found="synthetic ids: there is nothing to learn")
+        return None, "synthetic ids: there is nothing to learn"
     if len(records.evaluations) >= 2:
         first, last, which = records.evaluations[0]["val_loss"], records.evaluations[-1]["val_loss"], "held out"
     elif records.steps:
@@ -197,52 +201,44 @@ def _improvement(records: Records) -> Verdict:
         losses = [row["loss"] for row in records.steps]
         first, last, which = statistics.mean(losses[:size]), statistics.mean(losses[-size:]), "training"
     else:
-        return Verdict(rule=rule, is_passed=False, found="no step was taken")
-    return Verdict(rule=rule, is_passed=last < first, found=f"{which}: {first:.3f} -> {last:.3f} nats per token")
+        return False, "no step was taken"
+    return last < first, f"{which}: {first:.3f} -> {last:.3f} nats per token"
 
 
-def _throughput(records: Records) -> Verdict:
+def _throughput(records: Records) -> Found:
     speeds = [row["toks_per_s"] for row in records.steps]
     share = steadiness(speeds)
     if share is None:
-        return Verdict(rule="throughput", is_passed=False, found="no step was taken")
+        return False, "no step was taken"
     median = f"median {statistics.median(speeds):,.0f} tokens per second"
-    return Verdict(
-        rule="throughput",
-        is_passed=share >= STEADY_SHARE,
-        found=f"{median}, {100 * share:.0f} % of it at the end (at least {100 * STEADY_SHARE:.0f} %)",
-    )
+    return share >= STEADY_SHARE, f"{median}, {100 * share:.0f} % of it at the end (at least {100 * STEADY_SHARE:.0f} %)"
 
 
-def _fetch(records: Records) -> Verdict:
+def _fetch(records: Records) -> Found:
     rows = [row for row in records.steps if not math.isnan(row.get("step_ms", math.nan))]
     if not rows:
-        return Verdict(rule="fetch", is_passed=None, found="steps have no time")
+        return None, "steps have no time"
     waits = sorted(row["fetch_ms"] for row in rows)
     p95, step = waits[int(0.95 * (len(waits) - 1))], statistics.median(row["step_ms"] for row in rows)
-    return Verdict(rule="fetch", is_passed=p95 < FETCH_SHARE * step, found=f"p95 {p95:.2f} ms of steps of {step:.1f} ms")
+    return p95 < FETCH_SHARE * step, f"p95 {p95:.2f} ms of steps of {step:.1f} ms"
 
 
-def _health(records: Records) -> list[Verdict]:
+def _health(records: Records) -> list[tuple[str, Found]]:
     if records.settings.get("model", {}).get("attention") == "dense":
-        return [Verdict(rule="gates", is_passed=None, found="the dense twin has none")]
+        return [("gates", (None, "the dense twin has none"))]
     if not records.progress:
-        return [Verdict(rule="gates", is_passed=False, found="no step was logged")]
+        return [("gates", (False, "no step was logged"))]
     last = records.progress[-1]
-    judged = {
-        check.name: Verdict(rule=check.name, is_passed=check.is_healthy, found=f"{check.found} (healthy: {check.band})")
-        for check in judge(last)
-    }
-    return [judged.get(rule) or _unjudged(rule, last) for rule in HEALTH_RULES]
+    judged: dict[str, Found] = {check.name: (check.is_healthy, f"{check.found} (healthy: {check.band})") for check in judge(last)}
+    return [(rule, judged.get(rule) or _unjudged(rule, last)) for rule in HEALTH_RULES]
 
 
-def _selection(records: Records) -> Verdict:
-    """Return whether the newest checkpoint of the run chooses the same blocks twice for the same tokens."""
-    rule = "selection repeats"
+def _selection(records: Records) -> Found:
+    """Find whether the newest checkpoint of the run chooses the same blocks twice for the same tokens."""
     if records.settings.get("model", {}).get("attention") == "dense":
-        return Verdict(rule=rule, is_passed=None, found="the dense twin chooses none")
+        return None, "the dense twin chooses none"
     if not step_folders(records.paths.checkpoints):
-        return Verdict(rule=rule, is_passed=None, found="the run holds no checkpoint to choose with")
+        return None, "the run holds no checkpoint to choose with"
     # only this rule runs a model; the others need no torch
     import torch
 
@@ -253,30 +249,30 @@ def _selection(records: Records) -> Verdict:
     try:
         checkpoint = open_checkpoint(records.paths.root)
         if refused := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="judge it where it can"):
-            return Verdict(rule=rule, is_passed=None, found=f"not judged: {next(iter(refused.values()))}")
+            return None, f"not judged: {next(iter(refused.values()))}"
         model = load_model(checkpoint)
     except TrainError as error:
-        return Verdict(rule=rule, is_passed=False, found=str(error))
+        return False, str(error)
     length = min(checkpoint.config.train.seq_len, MOST_TOKENS)
     ids = torch.randint(0, len(model.embedding.weight), (2, length), generator=torch.Generator().manual_seed(0))
     first, second = chosen_blocks(model, ids), chosen_blocks(model, ids)
     if not first:
-        return Verdict(rule=rule, is_passed=None, found="no layer has the selected branch")
+        return None, "no layer has the selected branch"
     differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    return Verdict(rule=rule, is_passed=not differing, found=f"{len(first) - differing} of {len(first)} layers chose the same blocks twice")
+    return not differing, f"{len(first) - differing} of {len(first)} layers chose the same blocks twice"
 
 
-def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
-    """Return the verdict of a health rule whose figure `last`, a logged step, lacks; NSA records gates in each."""
+def _unjudged(rule: str, last: dict[str, Any]) -> Found:
+    """Return what is found of a health rule whose figure `last`, a logged step, lacks; NSA records gates in each."""
     reason = f"the last logged step, {last['step']}, has no such figure"
     is_gate = rule.startswith("gate_")
     if is_gate and rule not in last:
-        return Verdict(rule=rule, is_passed=False, found=reason)
+        return False, reason
     if is_gate:
         # null: there was nothing to average
         is_empty = last[rule] is None
         reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
-    return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")
+    return None, f"not judged: {reason}"
 
 
 def _compared(name: str, now: Any, before: Any, tolerance: float) -> Verdict:

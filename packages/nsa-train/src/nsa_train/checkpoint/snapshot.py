@@ -74,16 +74,12 @@ def capture(
         "routes": dict(routes or {}),
         "counters": dict(counters or {}),
     }
+    generators = here().gather(to_json(capture_rng()))
     # a round trip copies all live values, and fails here, not in the background, for a value that is not JSON
     return Snapshot(
         model=on_host(model_tensors(model)),
         optimizer=on_host(optimizer_tensors(model, optimizer)),
-        rng=_all_generators(),
+        rng={f"rank{rank}/{name}": value for rank, part in enumerate(generators) for name, value in from_json(part).items()},
         config=to_toml(config),
         state=json.loads(json.dumps(state)),
     )
-
-
-def _all_generators() -> dict[str, Tensor]:
-    parts = here().gather(to_json(capture_rng()))
-    return {f"rank{rank}/{name}": value for rank, part in enumerate(parts) for name, value in from_json(part).items()}

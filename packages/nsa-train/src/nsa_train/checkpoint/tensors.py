@@ -158,7 +158,12 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
     Raises:
         CheckpointError: on all ranks, if names, shapes or dtypes differ; the weights are then untouched.
     """
-    fill_weights(model, lambda targets: read_weights(path, targets))
+
+    def read(targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        require_forms(path, targets)
+        return read_tensors(path)
+
+    fill_weights(model, read)
 
 
 def fill_weights(model: nn.Module, read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
@@ -196,16 +201,6 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
         whole = found.get(key, torch.empty(shape, dtype=getattr(torch, kind)))
         value = world.broadcast(whole.to(parameter.device)).to(device)
         optimizer.state[parameter][field] = _placed(value, like=parameter) if value.shape == parameter.shape else value
-
-
-def read_weights(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of `path`, after comparing names, shapes and dtypes with `targets`.
-
-    Raises:
-        CheckpointError: naming those that differ.
-    """
-    require_forms(path, targets)
-    return read_tensors(path)
 
 
 def _read_moments(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,13 +31,17 @@ def run_evaluation(
     """
     place = torch_device(device)
     subject = Subject(open_model(path, say=say), options, place)
-    dense = None if twin is None else _opened_twin(twin, say)
+    try:
+        dense = None if twin is None else open_model(twin, say=say)
+    except ConfigError as error:
+        raise ConfigError(f"--twin={str(twin)!r}: {error}") from None
     tasks = check(subject, dense, say)
     figures = evaluate(subject, tasks, dense, say)
     content = {
         "model": _described(subject.opened),
         "twin": None if dense is None else _described(dense),
-        "options": _plain(options) | {"device": device, "lengths": subject.lengths, "modes": subject.modes},
+        "options": asdict(options)
+        | {"texts": [*map(str, options.texts)], "device": device, "lengths": subject.lengths, "modes": subject.modes},
         "tasks": tasks,
         "environment": describe_environment(PACKAGES, Path(__file__).parent),
     }
@@ -49,17 +53,6 @@ def run_evaluation(
     return {**content, "files": [str(file) for file in written], "figures": [figure_object(figure) for figure in figures]}
 
 
-def _opened_twin(path: Path, say: Callable[[str], None]) -> OpenedModel:
-    try:
-        return open_model(path, say=say)
-    except ConfigError as error:
-        raise ConfigError(f"--twin={str(path)!r}: {error}") from None
-
-
 def _described(opened: OpenedModel) -> dict[str, Any]:
     parameters = sum(weight.numel() for weight in opened.decoder.parameters())
     return {"path": str(opened.path), "step": opened.step, "parameters": parameters, "max_position": opened.max_position}
-
-
-def _plain(options: EvalOptions) -> dict[str, Any]:
-    return asdict(options, value_serializer=lambda _, __, value: str(value) if isinstance(value, Path) else value)

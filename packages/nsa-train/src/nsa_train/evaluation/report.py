@@ -4,7 +4,8 @@ import csv
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,6 @@ def _by_panel(task: TaskName, figures: list[Figure]) -> list[list[Figure]]:
     return [[one for one in figures if one.mode == mode] for mode in dict.fromkeys(one.mode for one in figures)]
 
 
-def _draw_positions(axes: "Axes", figures: Sequence[Figure]) -> None:
-    _draw_lines(axes, (one for one in figures if one.measure == "loss"), lambda one: (one.first or 0) + 1)
-    axes.set(title="loss by position", xlabel="first position of the bucket, plus 1", ylabel="nats per token", xscale="log")
-
-
 def _draw_passkey(axes: "Axes", figures: Sequence[Figure]) -> None:
     lengths, depths = (sorted({getattr(one, name) for one in figures}) for name in ("length", "depth"))
     found = {(one.length, one.depth): one.value for one in figures}
@@ -110,16 +106,6 @@ def _draw_passkey(axes: "Axes", figures: Sequence[Figure]) -> None:
     axes.set_yticks(range(len(depths)), [f"{depth:.2f}" for depth in depths])
 
 
-def _draw_mqar(axes: "Axes", figures: Sequence[Figure]) -> None:
-    _draw_lines(axes, figures, lambda one: one.length or 0)
-    axes.set(title="mqar", xlabel="tokens", ylabel="share of pairs recalled", ylim=(0, 1.02))
-
-
-def _draw_copy(axes: "Axes", figures: Sequence[Figure]) -> None:
-    _draw_lines(axes, (one for one in figures if one.measure.endswith("loss")), lambda one: one.length or 0)
-    axes.set(title="copy", xlabel="tokens", ylabel="nats per token")
-
-
 def _draw_recall(axes: "Axes", figures: Sequence[Figure]) -> None:
     for mode in dict.fromkeys(one.mode for one in figures):
         own = [one for one in figures if one.mode == mode]
@@ -128,21 +114,38 @@ def _draw_recall(axes: "Axes", figures: Sequence[Figure]) -> None:
     axes.legend()
 
 
-def _draw_lines(axes: "Axes", figures: Iterable[Figure], x_of: Callable[[Figure], int]) -> None:
-    """Draw a line for each mode, or measure without one."""
+def _draw_lines(
+    axes: "Axes",
+    figures: Sequence[Figure],
+    *,
+    measure: str = "",
+    x_of: Callable[[Figure], int] = lambda one: one.length or 0,
+    **labels: Any,
+) -> None:
+    """Draw a line for each mode, or measure without one, of the figures whose measure ends with `measure`."""
     lines: dict[str, list[Figure]] = {}
     for one in figures:
-        lines.setdefault(one.mode or one.measure, []).append(one)
+        if one.measure.endswith(measure):
+            lines.setdefault(one.mode or one.measure, []).append(one)
     for label, own in lines.items():
         axes.plot([x_of(one) for one in own], [one.value for one in own], marker=".", label=label)
     axes.legend()
+    axes.set(**labels)
 
 
 PANELS: dict[TaskName, Callable[["Axes", Sequence[Figure]], None]] = {
-    TaskName.LOSS_BY_POSITION: _draw_positions,
+    TaskName.LOSS_BY_POSITION: partial(
+        _draw_lines,
+        measure="loss",
+        x_of=lambda one: (one.first or 0) + 1,
+        title="loss by position",
+        xlabel="first position of the bucket, plus 1",
+        ylabel="nats per token",
+        xscale="log",
+    ),
     TaskName.PASSKEY: _draw_passkey,
-    TaskName.MQAR: _draw_mqar,
-    TaskName.COPY: _draw_copy,
+    TaskName.MQAR: partial(_draw_lines, title="mqar", xlabel="tokens", ylabel="share of pairs recalled", ylim=(0, 1.02)),
+    TaskName.COPY: partial(_draw_lines, measure="loss", title="copy", xlabel="tokens", ylabel="nats per token"),
     TaskName.BLOCK_RECALL: _draw_recall,
 }
 """Task -> the function that draws its panel."""

@@ -105,7 +105,8 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
     if problems := [*_ignored(subject, twin, chosen)]:
         raise ConfigError.of(problems)
     if twin is not None:
-        _require_twin(subject, twin)
+        alike = subject.reads_ids or reads_alike(subject.opened.tokenizer, twin.tokenizer)
+        require_twin(twin, subject.opened, num_tokens=max(map(len, subject.documents)), reads_alike=alike)
     if any(TASKS[name].reads_documents for name in chosen):
         # unreadable data is refused before anything is computed
         _ = subject.held_out
@@ -135,11 +136,6 @@ def _broken_model(subject: Subject) -> Iterator[str]:
     num_ids = len(subject.plain_ids)
     if options.symbols is not None and 3 * options.symbols > num_ids:
         yield f"--symbols={options.symbols} needs {3 * options.symbols:,} ids (the tokenizer has {num_ids:,}); use --symbols {num_ids // 3}"
-
-
-def _require_twin(subject: Subject, twin: OpenedModel) -> None:
-    alike = subject.reads_ids or reads_alike(subject.opened.tokenizer, twin.tokenizer)
-    require_twin(twin, subject.opened, num_tokens=max(map(len, subject.documents)), reads_alike=alike)
 
 
 @torch.inference_mode()

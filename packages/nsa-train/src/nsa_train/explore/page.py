@@ -57,7 +57,7 @@ def page_of(found: Exploration) -> str:
     template, style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS))
     facts = model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]}
     arrays = [
-        f'<script type="text/plain" id="layer{layer.index}-{name}">{_base64(content)}</script>'
+        f'<script type="text/plain" id="layer{layer.index}-{name}">{base64.b64encode(zlib.compress(content)).decode()}</script>'
         for layer in found.layers
         for name, content in packed_arrays(layer).items()
     ]
@@ -86,10 +86,6 @@ def _candidates(layer: LayerRecord, levels: "np.ndarray[tuple[int, ...], np.dtyp
     """Return the levels of blocks 0 .. own of each token, one after another, from levels `(S, G, N)`."""
     is_candidate = np.arange(levels.shape[2]) <= layer.own_blocks()[:, None]
     return levels[np.broadcast_to(is_candidate[:, None], levels.shape)].tobytes()
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(zlib.compress(content)).decode()
 
 
 def _in_script(value: object) -> str:

@@ -31,6 +31,15 @@ def is_under_torchrun() -> bool:
     return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
 
 
+def proc_fields(path: str) -> dict[str, str]:
+    """Return the fields of a file of /proc with a line `name: value` for each; empty if there is no such file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def missing_report() -> str:
     """Return why runs are not drawn, and a command that fixes it; empty if the packages of the extra `report` are installed."""
     missing = [name for name in DRAWN_BY if version_of(name) is None]

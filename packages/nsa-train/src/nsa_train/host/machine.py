@@ -2,13 +2,13 @@
 
 import difflib
 import sys
-from pathlib import Path
 
 import torch
 from attrs import frozen
 
 from nsa_train.errors import ConfigError
 from nsa_train.host.chips import CHIPS
+from nsa_train.host.environment import proc_fields
 from nsa_train.settings.config import RunConfig, listed
 
 DEFAULT_CHIP = "a100"
@@ -33,7 +33,9 @@ class Machine:
 def machine_of(device: torch.device) -> Machine:
     """Return this machine, as seen from `device`."""
     if device.type != "cuda":
-        return Machine(device_type=device.type, name=device.type, memory_gib=_host_memory_gib())
+        available = proc_fields("/proc/meminfo").get("MemAvailable")
+        memory_gib = int(available.split()[0]) / 2**20 if available else None
+        return Machine(device_type=device.type, name=device.type, memory_gib=memory_gib)
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         device_type="cuda",
@@ -88,11 +90,9 @@ def peak_memory_mib(device: torch.device) -> float:
     """Return the peak memory so far, in MiB: of the GPU if there is one, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    status = Path("/proc/self/status")
-    if status.exists():
-        # the process's own peak in kibibytes; ru_maxrss would start at the parent's memory at the fork
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) / 2**10
+    # the process's own peak in kibibytes; ru_maxrss would start at the parent's memory at the fork
+    if peak := proc_fields("/proc/self/status").get("VmHWM"):
+        return int(peak.split()[0]) / 2**10
     import resource
 
     # kibibytes, but bytes on macOS
@@ -107,11 +107,3 @@ def gpu_memory(device: torch.device) -> dict[str, float | None]:
         return {f"gpu_mem_{name}_{unit}": None for name in ("alloc", "reserved") for unit in units}
     sizes = {"alloc": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
     return {f"gpu_mem_{name}_{unit}": size / factor for name, size in sizes.items() for unit, factor in units.items()}
-
-
-def _host_memory_gib() -> float | None:
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    line = next((line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-    return int(line.split()[1]) / 2**20 if line else None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import IntEnum
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from nsa_train.errors import INTERRUPTED, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
@@ -88,7 +88,7 @@ class StopRequests:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.set()
         os.write(self._writer, b"\0")
         self._thread.join()

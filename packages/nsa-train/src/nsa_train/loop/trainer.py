@@ -248,7 +248,9 @@ class Trainer:
             with self.strategy.accumulating(is_last=index == len(fetched.batches) - 1):
                 with self.recorder.phase("forward"):
                     here = batch.to(self.device)
-                    self._set_targets(here)
+                    if self.teacher is not None:
+                        with self._autocast():
+                            self.teacher.set_targets(self.model, here.input_ids, here.cu_seqlens, here.max_seqlen)
                     loss = self._summed_loss(self.strategy.forward, here)
                 with self.recorder.phase("backward"):
                     scaled = loss * factor
@@ -261,11 +263,6 @@ class Trainer:
         *values, norm = torch.stack([*losses, gradient_norm(self.model).float()]).tolist()
         bad = [index for index, value in enumerate(values) if not abs(value) < float("inf")]
         return StepNumbers(loss=sum(values), bad_batch=bad[0] if bad else -1, grad_norm=norm)
-
-    def _set_targets(self, batch: Batch) -> None:
-        if self.teacher is not None:
-            with self._autocast():
-                self.teacher.set_targets(self.model, batch.input_ids, batch.cu_seqlens, batch.max_seqlen)
 
     def _summed_loss(self, forward: Any, batch: Batch) -> Tensor:
         with self._autocast():

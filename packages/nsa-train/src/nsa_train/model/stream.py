@@ -1,7 +1,7 @@
 """Stream the continuation of one prompt: static caches, one step per token, a CUDA graph of the step on a GPU."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -151,18 +151,16 @@ class CachedSteps:
             for _ in range(WARM_UP):
                 self._run()
         torch.cuda.current_stream().wait_stream(side)
-        self._empty(self._caches)
+        for cache in self._caches:
+            cache.reset()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = self._run()
-        self._empty(self._caches)
+        for cache in self._caches:
+            cache.reset()
 
         def replay() -> Tensor:
             graph.replay()
             return logits
 
         return replay
-
-    def _empty(self, caches: Sequence[object]) -> None:
-        for cache in caches:
-            cache.reset()  # type: ignore[attr-defined]

@@ -19,7 +19,8 @@ BYTES_PER_PARAMETER = 12
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
     """Check that `out_dir` belongs to this run, can be written, is not used by a running one, and holds no .HALT."""
-    existing, other = nearest_existing(out_dir), _run_around(out_dir)
+    existing, above = nearest_existing(out_dir), map(RunDirectory, out_dir.absolute().parents)
+    around = next((run.root for run in above if run.config.is_file() and run.heartbeat.is_file()), None)
     if not is_utf_8(str(out_dir)):
         findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
     elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
@@ -38,9 +39,9 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
     elif resuming and (absent := RunDirectory(out_dir).why_not_resumable()):
         findings.failed.append(absent)
-    elif other is not None:
+    elif around is not None:
         findings.failed.append(
-            f"--out={str(out_dir)!r} is inside the run {str(other)!r} (runs must not be nested); name a directory outside it"
+            f"--out={str(out_dir)!r} is inside the run {str(around)!r} (runs must not be nested); name a directory outside it"
         )
     else:
         findings.passed.append(f"out: {out_dir} {'goes on' if resuming else 'is free'}")
@@ -59,14 +60,6 @@ def _is_untouched(paths: RunDirectory) -> bool:
     """Return whether a directory holds nothing; a run that was killed before its first record has only claimed `checkpoints`."""
     left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
     return all(path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir()) for path in left)
-
-
-def _run_around(out_dir: Path) -> Path | None:
-    """Return the run's directory that contains `out_dir`, or None."""
-    for parent in out_dir.absolute().parents:
-        if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
-            return parent
-    return None
 
 
 def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:

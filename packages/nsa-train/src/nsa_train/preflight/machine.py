@@ -1,7 +1,5 @@
 """Rules about the machine: its devices, the backends of each operation, and whether the run fits in memory."""
 
-from typing import TYPE_CHECKING
-
 from nsa_train.host.machine import Machine, processes_of
 from nsa_train.host.routing import (
     backend_of,
@@ -16,9 +14,6 @@ from nsa_train.host.routing import (
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.memory import MemoryEstimate, MemoryFixes
 from nsa_train.settings.config import RunConfig
-
-if TYPE_CHECKING:
-    from nsa_core import RoutingDecision
 
 TIGHT = 0.9
 """Share of the memory from which an estimate is worth a warning."""
@@ -74,11 +69,15 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
             findings.routes[operation] = chosen
             findings.passed.append(f"route: {operation} -> {chosen}")
         for decision in decisions:
+            reasons = {one.name: reasons_against(one.name, [decision]) for one in decision.candidates}
             if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
-                findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")
+                why = "; ".join(f"{name}: {against}" for name, against in reasons.items() if name != "sdpa")
+                missing = "nsa-kernels-triton is not installed; in a checkout: pip install ./packages/nsa-kernels-triton"
+                findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {why or missing}")
             elif decision.chosen is None and operation != "nsa":
                 # the fused operation is optional
-                findings.failed.append(_unserved(operation, decision))
+                text = "; ".join(f"{name}: {against}" for name, against in reasons.items()) or "none is installed"
+                findings.failed.append(f"nsa.backends.{operation}='auto' cannot serve this run ({text}); use 'sdpa'")
     findings.warned += (f"route: {line}" for line in overruled_backends(config, uses).values())
     findings.warned += (f"route: {line}" for operation, line in ignored_backends(config).items() if operation not in refused)
 
@@ -102,13 +101,3 @@ def _there(machine: Machine, *, is_asked_for: bool) -> str:
     if machine.device_type != "cuda" or not (machine.is_here or is_asked_for):
         return "there is none here"
     return f"{'here' if machine.is_here else 'described'}: {machine.num_gpus} x {machine.name} with {machine.memory_gib or 0:.1f} GiB"
-
-
-def _why_no_kernel(decision: "RoutingDecision") -> str:
-    reasons = [f"{one.name}: {reasons_against(one.name, [decision])}" for one in decision.candidates if one.name != "sdpa"]
-    return "; ".join(reasons) or "nsa-kernels-triton is not installed; in a checkout: pip install ./packages/nsa-kernels-triton"
-
-
-def _unserved(operation: str, decision: "RoutingDecision") -> str:
-    text = "; ".join(f"{candidate.name}: {reasons_against(candidate.name, [decision])}" for candidate in decision.candidates)
-    return f"nsa.backends.{operation}='auto' cannot serve this run ({text or 'none is installed'}); use 'sdpa'"

@@ -158,7 +158,8 @@ class MemoryFixes:
         found = f"{name} alone take {taken:,.1f} GiB"
         if name in OF_ROWS and change:
             found = f"with {_as_options(change)} it is still about {least.total_gib:,.1f} GiB: {found}"
-        return f"{found}; use {_either(self._other_runs(machine, change, limit_gib, name))}"
+        *first, last = self._other_runs(machine, change, limit_gib, name)
+        return f"{found}; use {', '.join(first)}, or {last}" if first else f"{found}; use {last}"
 
     def _other_runs(self, machine: Machine, change: Mapping[str, Any], limit_gib: float, largest: str) -> Iterator[str]:
         """Yield the other runs, and the other machines, that would fit."""
@@ -200,8 +201,3 @@ class MemoryFixes:
 
 def _as_options(change: Mapping[str, Any]) -> str:
     return " ".join(f"--set train.{key}={value}" for key, value in change.items())
-
-
-def _either(ways: Iterator[str]) -> str:
-    *first, last = ways
-    return f"{', '.join(first)}, or {last}" if first else last

@@ -28,7 +28,6 @@ from nsa_train.settings.rules import (
     limited,
     number,
     one_of,
-    optional_number,
     optional_text,
     undivided_rows,
 )
@@ -79,7 +78,7 @@ class ModelTable(Table):
     """Width of the MLP; 0: 8/3 `dim`, rounded up to 64."""
     tie_embeddings: bool = flag(default=True)
     """The output layer shares the token embedding; else it has its own weight."""
-    norm_eps: float | None = optional_number(at_least=1e-12, at_most=1, example=1e-6)
+    norm_eps: float | None = number(at_least=1e-12, at_most=1, example=1e-6, default=None)
     """Added to the mean square in RMSNorm; left out: the machine epsilon of the norm's input."""
     max_position: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
     """The longest sequence that the model is meant for; an export records it, and no row may be longer; 0: `train.seq_len`."""

@@ -72,14 +72,15 @@ def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.N
 def number(
     *, at_least: float, at_most: float, example: float, default: Any = attrs.NOTHING, or_zero: bool = False, or_inf: bool = False
 ) -> Any:
-    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, and inf with `or_inf`."""
-    ranges = [(at_least, at_most), *([(0.0, 0.0)] if or_zero else []), *([(math.inf, math.inf)] if or_inf else [])]
+    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, inf with `or_inf`, and None if `default` is."""
+    rule = numbers(at_least, at_most)
 
     def holds(value: Any) -> bool:
-        return any(is_number(value, at_least=low, at_most=high) for low, high in ranges)
+        if value is None:
+            return default is None
+        return rule.holds(value) or (not isinstance(value, bool) and ((or_zero and value == 0) or (or_inf and value == math.inf)))
 
-    text = f"{'0 or ' if or_zero else ''}a number from {at_least:g} to {at_most:,}{', or inf (no limit)' if or_inf else ''}"
-    return _key(Rule(holds, text, str(example)), default)
+    return _key(Rule(holds, f"{'0 or ' if or_zero else ''}{rule.text}{', or inf (no limit)' if or_inf else ''}", str(example)), default)
 
 
 def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> Any:
@@ -106,12 +107,6 @@ def flag(default: bool) -> Any:
 def optional_text(*, example: str) -> Any:
     """Return a field that holds a string that is not empty, or nothing."""
     return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a string", example), None)
-
-
-def optional_number(*, at_least: float, at_most: float, example: float) -> Any:
-    """Return a field that holds a number in these bounds, both inclusive, or nothing."""
-    rule = numbers(at_least, at_most)
-    return _key(Rule(lambda value: value is None or rule.holds(value), rule.text, f"{example:g}"), None)
 
 
 def _key(rule: Rule, default: Any) -> Any:
@@ -153,19 +148,15 @@ class Table:
     table: ClassVar[str]
 
     def __attrs_post_init__(self) -> None:
-        problems = self._broken_rules() or self.broken_pairs()
-        if problems:
+        rules = {attribute.name: attribute.metadata.get("rule") for attribute in attrs.fields(cast(Any, type(self)))}
+        broken = [
+            rule.refusal(f"{self.table}.{name}", getattr(self, name))
+            for name, rule in rules.items()
+            if rule is not None and not rule.holds(getattr(self, name))
+        ]
+        if problems := broken or self.broken_pairs():
             raise ConfigError.of(problems)
 
     def broken_pairs(self) -> list[str]:
         """Return a line for each rule between keys of this table that does not hold."""
         return []
-
-    def _broken_rules(self) -> list[str]:
-        found = []
-        for attribute in attrs.fields(cast(Any, type(self))):
-            rule, value = attribute.metadata.get("rule"), getattr(self, attribute.name)
-            if rule is not None and not rule.holds(value):
-                key = f"{self.table}.{attribute.name}"
-                found.append(rule.refusal(key, value))
-        return found

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
-from types import TracebackType
 from typing import Self, TextIO, cast
 
 from attrs import evolve, frozen
@@ -72,7 +71,7 @@ class ProgressDisplay:
                 self._bar = None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             with self._shown():
                 self._bar.stop()

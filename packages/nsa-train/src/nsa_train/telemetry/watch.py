@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError, TrainError
 from nsa_train.files import IrregularFileError, written_whole
+from nsa_train.host.environment import proc_fields
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import KINDS, RESTART_GRACE_S, RISING_FALLBACKS, Finding, RankWatch, rising
 from nsa_train.telemetry.health import Check, judge
@@ -184,7 +185,7 @@ def request_stack_dump(rank: RankWatch) -> str:
     """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return a message about it."""
     if rank.pid is None or not is_here(rank):
         return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
-    caught = int(_status(rank.pid).get("SigCgt", "0"), 16)
+    caught = int(proc_fields(f"/proc/{rank.pid}/status").get("SigCgt", "0"), 16)
     if not caught >> (signal.SIGUSR1 - 1) & 1:
         return f"no stack dump: process {rank.pid} is gone, or does not handle SIGUSR1"
     os.kill(rank.pid, signal.SIGUSR1)
@@ -252,13 +253,4 @@ def is_gone(rank: RankWatch) -> bool:
     except PermissionError:
         return False
     # a zombie: its parent has not collected its status
-    return _status(rank.pid).get("State", "").startswith("Z")
-
-
-def _status(pid: int) -> dict[str, str]:
-    """Return the fields of `/proc/PID/status`; empty if there is no such file."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return proc_fields(f"/proc/{rank.pid}/status").get("State", "").startswith("Z")

@@ -129,17 +129,12 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
         return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, reading)
     # there is no common error class: httpx, requests, and each package's own
     except Exception as error:  # noqa: BLE001
-        raise unreachable(subset, error) from None
-
-
-def unreachable(subset: str, error: BaseException) -> DataError:
-    """Return the error for a hub that does not answer, with the commands that would work."""
-    return DataError(
-        f"data.source='fineweb_edu' cannot be reached ({_first_line(error)}): {REPOSITORY}, {subset}, is streamed from the hub, "
-        "and no copy of it is kept here; any of these works: "
-        f"--set data.path='fineweb/**/*.parquet' after `hf download {REPOSITORY} --repo-type dataset --include 'sample/10BT/*' "
-        f"--local-dir fineweb` where there is a network; --set data.source=stdlib; --synthetic-on-fail"
-    )
+        raise DataError(
+            f"data.source='fineweb_edu' cannot be reached ({_first_line(error)}): {REPOSITORY}, {subset}, is streamed from the hub, "
+            "and no copy of it is kept here; any of these works: "
+            f"--set data.path='fineweb/**/*.parquet' after `hf download {REPOSITORY} --repo-type dataset --include 'sample/10BT/*' "
+            f"--local-dir fineweb` where there is a network; --set data.source=stdlib; --synthetic-on-fail"
+        ) from None
 
 
 def _local(data: DataTable, reading: Reading) -> LocalShards:
