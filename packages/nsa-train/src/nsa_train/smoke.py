@@ -77,7 +77,10 @@ def read_records(folder: Path) -> Records:
         raise ConfigError(
             f"RUN_DIR={str(folder)!r} is no run (it lacks training.csv or config.toml); use the directory that nsa-train printed"
         )
-    events = list(read_events(paths.heartbeat))
+    events, newest = list(read_events(paths.heartbeat)), RankWatch(0)
+    for event in events:
+        newest = RankWatch(0) if event["msg"] == "boot" else newest
+        newest.observe(event)
     return Records(
         paths=paths,
         settings=read_toml(paths.config),
@@ -85,18 +88,10 @@ def read_records(folder: Path) -> Records:
         evaluations=list(read_rows(paths.validation)),
         progress=[event for event in events if event["msg"] == "progress"],
         skips=standing_skips(events),
-        newest=_newest_start(events),
+        newest=newest,
         metrics=read_json(paths.metrics),
         damaged=tuple(damaged_records(paths)),
     )
-
-
-def _newest_start(events: list[dict[str, Any]]) -> RankWatch:
-    found = RankWatch(0)
-    for event in events:
-        found = RankWatch(0) if event["msg"] == "boot" else found
-        found.observe(event)
-    return found
 
 
 def read_metrics(path: Path) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         expected = manifest.pop("sha256")
         is_as_spelled = _spelled(manifest).encode() == content
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest ({_shown(error)}); {OTHERS}") from None
+        # the other messages need the type of their error
+        said = str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
+        raise CheckpointError(f"{path} is not a manifest ({said}); {OTHERS}") from None
     if not is_as_spelled:
         raise CheckpointError(f"{path} is damaged: SHA-256 expected {expected!s:.64}, found {_digest(manifest)}; {OTHERS}")
     if manifest.get("schema_version") != SCHEMA_VERSION:
@@ -103,11 +105,6 @@ def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
         if found != expected[key]:
             raise CheckpointError(f"{path} is damaged: {label} expected {expected[key]}, found {found}; {OTHERS}")
     return content
-
-
-def _shown(error: Exception) -> str:
-    """Return the text of `error` for a message, with its type if the text is not enough."""
-    return str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
 
 
 def _spelled(content: Mapping[str, Any]) -> str:

@@ -78,14 +78,13 @@ def require_rng(state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is no state of a generator: {form[0]} {list(form[1])}")
     # torch refuses wrong bytes
     torch.Generator().set_state(state["torch_cpu"])
-    words = {name: state[name].tolist() for name in ("python.words", "numpy.words") if name in state}
-    sound = {
-        "python.words": lambda version, *rest: version == _PYTHON_VERSION and _is_twister(rest),
-        "numpy.words": lambda *rest: _is_twister(rest[:-1]) and rest[-1] in (0, 1),
-    }
-    for name, values in words.items():
-        if not sound[name](*values):
-            raise ValueError(f"{name} holds numbers that no generator has")
+    version, *words = state["python.words"].tolist()
+    if version != _PYTHON_VERSION or not _is_twister(words):
+        raise ValueError("python.words holds numbers that no generator has")
+    if "numpy.words" in state:
+        *words, has_gauss = state["numpy.words"].tolist()
+        if has_gauss not in (0, 1) or not _is_twister(words):
+            raise ValueError("numpy.words holds numbers that no generator has")
     for name in ("python.gauss", "numpy.gauss"):
         if name in state and not state[name].isfinite().all():
             raise ValueError(f"{name} is not finite")

@@ -74,8 +74,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _opened(folder: Path) -> Checkpoint:
     verified = verify_files(folder)
-    config = _config_of(folder / CONFIG, verified.contents[CONFIG])
-    state = _state_of(folder / STATE, verified.contents[STATE], config)
+    try:
+        config = structure(parse_toml(verified.contents[CONFIG]))
+        config.pattern()
+    # ValueError: it breaks a rule of the recipe, is not TOML, or is not UTF-8
+    except ValueError as error:
+        problems = listed_problems(str(error).splitlines())
+        raise CheckpointError(f"{folder / CONFIG} is not a recipe that this version reads ({problems}); {OTHERS}") from None
+    try:
+        state = parse_json(verified.contents[STATE])
+    except ValueError as error:
+        raise CheckpointError(f"{folder / STATE} is not JSON ({error}); {OTHERS}") from None
+    if wrong := state_problems(state, config):
+        raise CheckpointError(f"{folder / STATE} is damaged: {listed_problems(wrong)}; {OTHERS}")
     return Checkpoint(path=folder, step=verified.manifest["step"], config=config, state=state)
 
 
@@ -134,27 +145,6 @@ def verify(path: Path) -> int:
     """
     found = open_checkpoint(path).path
     return sum((found / name).stat().st_size for name in (*FILES, MANIFEST))
-
-
-def _config_of(path: Path, content: bytes) -> RunConfig:
-    try:
-        config = structure(parse_toml(content))
-        config.pattern()
-    # ValueError: it breaks a rule of the recipe, is not TOML, or is not UTF-8
-    except ValueError as error:
-        problems = listed_problems(str(error).splitlines())
-        raise CheckpointError(f"{path} is not a recipe that this version reads ({problems}); {OTHERS}") from None
-    return config
-
-
-def _state_of(path: Path, content: bytes, config: RunConfig) -> dict[str, Any]:
-    try:
-        state = parse_json(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); {OTHERS}") from None
-    if problems := state_problems(state, config):
-        raise CheckpointError(f"{path} is damaged: {listed_problems(problems)}; {OTHERS}")
-    return dict(state)
 
 
 def _newest_first(root: Path) -> list[Path]:

@@ -286,16 +286,13 @@ def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
             if ranks[-1] >= limit:
                 break
         else:
-            raise DataError(_untrainable(part, parts, len(ranks), bad))
-
-
-def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) -> str:
-    size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
-    fix = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
-    return (
-        f"data.mix: {part.pattern!r} has no document for training ({documents} {'is' if documents == 1 else 'are'} held out for validation, "
-        f"by a hash of the content{first_skipped(bad)}); add files to it or leave it out{fix}"
-    )
+            size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
+            held_out = "1 is" if len(ranks) == 1 else f"{len(ranks)} are"
+            fix = f", or use --set data.in_memory_mib={size}, which cuts a single document" if len(ranks) == 1 else ""
+            raise DataError(
+                f"data.mix: {part.pattern!r} has no document for training ({held_out} held out for validation, "
+                f"by a hash of the content{first_skipped(bad)}); add files to it or leave it out{fix}"
+            )
 
 
 def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:

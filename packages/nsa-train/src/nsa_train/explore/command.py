@@ -46,7 +46,11 @@ def explore_text(asked: Asked, *, say: Say) -> list[str]:
     """
     content = read_text(asked.text)
     opened = open_model(asked.checkpoint, say=say)
-    _require_sparse(opened, asked)
+    if not opened.decoder.sparse_layers:
+        raise ConfigError(
+            f"CHECKPOINT={str(asked.checkpoint)!r} has {len(opened.decoder.blocks)} dense layers and none of NSA (only those choose blocks); "
+            "name an NSA model, and this one as --twin"
+        )
     ids = _checked_ids(content, opened, asked)
     twin = None
     if asked.twin is not None:
@@ -82,14 +86,6 @@ def _name_of(path: Path, opened: OpenedModel) -> str:
     """Return the name of a run or folder; for a checkpoint, the name of its run."""
     is_step = opened.step is not None and opened.path.resolve() == path.resolve()
     return path.resolve().parents[1].name if is_step else path.resolve().name
-
-
-def _require_sparse(opened: OpenedModel, asked: Asked) -> None:
-    if not opened.decoder.sparse_layers:
-        raise ConfigError(
-            f"CHECKPOINT={str(asked.checkpoint)!r} has {len(opened.decoder.blocks)} dense layers and none of NSA (only those choose blocks); "
-            "name an NSA model, and this one as --twin"
-        )
 
 
 def _checked_ids(content: bytes, opened: OpenedModel, asked: Asked) -> Tensor:

@@ -39,7 +39,9 @@ def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
         if values is not None:
             largest = values.max(-1)
             found[f"{name}-largest"] = largest.astype("<f4").tobytes()
-            found[name] = _candidates(layer, _levels(np.sqrt(values / np.maximum(largest, np.finfo(np.float32).tiny)[..., None])))
+            levels = _levels(np.sqrt(values / np.maximum(largest, np.finfo(np.float32).tiny)[..., None]))
+            is_candidate = np.arange(levels.shape[2]) <= layer.own_blocks()[:, None]
+            found[name] = levels[np.broadcast_to(is_candidate[:, None], levels.shape)].tobytes()
     return found
 
 
@@ -80,12 +82,6 @@ def write_json(found: Exploration, file: TextIO) -> None:
 def _levels(shares: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
     """Return 255 times each share, rounded; a share that rounding took above 1 is 1."""
     return np.rint(np.clip(shares, 0, 1) * LEVELS).astype(np.uint8)
-
-
-def _candidates(layer: LayerRecord, levels: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> bytes:
-    """Return the levels of blocks 0 .. own of each token, one after another, from levels `(S, G, N)`."""
-    is_candidate = np.arange(levels.shape[2]) <= layer.own_blocks()[:, None]
-    return levels[np.broadcast_to(is_candidate[:, None], levels.shape)].tobytes()
 
 
 def _in_script(value: object) -> str:

@@ -146,21 +146,17 @@ class StopRequests:
         if request > self._heard:
             self._heard = request
             self._tell_delay()
-            if is_own:
-                self._share(request)
+            try:
+                if is_own and self._store is not None:
+                    self._store.set(_KEY, str(int(request)))
+            except RuntimeError as error:
+                self._store = None
+                warn(f"the other ranks hear of the stop at the next step ({error})")
 
     def _tell_delay(self) -> None:
         if self._delay and self._heard is not Stop.NO and self.world.is_main:
             end = "" if self._is_interrupted else f"; kill -KILL {os.getpid()} ends it at once, without saving"
             warn(f"{self._heard.cause}: {self._delay}; the run is saved after it{end}")
-
-    def _share(self, request: Stop) -> None:
-        try:
-            if self._store is not None:
-                self._store.set(_KEY, str(int(request)))
-        except RuntimeError as error:
-            self._store = None
-            warn(f"the other ranks hear of the stop at the next step ({error})")
 
     def _read_store(self) -> None:
         try:

@@ -168,7 +168,14 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(config: RunConfig) -> ParameterCounts:
     """Return the number of parameters of `config`'s decoder with NSA and with dense attention; no weights are allocated."""
-    return ParameterCounts(*(_count(config, attention) for attention in ParameterCounts._fields))
+    found = []
+    for attention in ParameterCounts._fields:
+        pattern = config.pattern(attention)
+        with weightless():
+            model = Decoder(pattern, sizes_of(config))
+        layers, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
+        found.append(whole + (config.model.n_layers // len(pattern) - 1) * layers)
+    return ParameterCounts(*found)
 
 
 def introduced(config: RunConfig) -> str:
@@ -177,11 +184,3 @@ def introduced(config: RunConfig) -> str:
     dense = attentions.count("dense")
     mixed = f", {dense} of {len(attentions)} layers dense" if config.model.attention == "nsa" and dense else ""
     return f"model: {config.model.attention} attention{mixed}; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense"
-
-
-def _count(config: RunConfig, attention: str) -> int:
-    pattern = config.pattern(attention)
-    with weightless():
-        model = Decoder(pattern, sizes_of(config))
-    layers, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
-    return whole + (config.model.n_layers // len(pattern) - 1) * layers
