@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_core.varlen import positions_from_cu_seqlens
 from nsa_train.data.packing import IGNORED, Batch
 
 CHUNK = 8192
@@ -45,10 +46,9 @@ def loss_by_position(logits_of: Callable[[Batch], Tensor], batches: Iterable[Bat
 def _add(sums: Tensor, logits: Tensor, batch: Batch) -> None:
     """Add targets, losses and right answers of one batch to `sums` `(3, buckets)`; `logits` `(total, V)`."""
     labels = batch.labels[0]
-    starts = torch.repeat_interleave(batch.cu_seqlens[:-1].long(), batch.cu_seqlens.long().diff(), output_size=len(labels))
     # 0, 1 .. 2, 3 .. 6, ...: exact, where a logarithm would be rounded
     edges = 2 ** torch.arange(sums.shape[1], device=sums.device)
-    buckets = torch.bucketize(torch.arange(len(labels), device=labels.device) - starts + 1, edges, right=True) - 1
+    buckets = torch.bucketize(positions_from_cu_seqlens(batch.cu_seqlens, len(labels)) + 1, edges, right=True) - 1
     for at in range(0, len(labels), CHUNK):
         part, expected = logits[at : at + CHUNK].float(), labels[at : at + CHUNK]
         loss = torch.nn.functional.cross_entropy(part, expected, ignore_index=IGNORED, reduction="none")
