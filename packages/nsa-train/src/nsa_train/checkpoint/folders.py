@@ -11,7 +11,7 @@ from nsa_train.checkpoint.tensors import NAMED, read_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.structuring import listed_problems
+from nsa_train.settings.rules import listed_problems
 
 HF_CONFIG = "config.json"
 MODEL_TYPE = "nsa_core"

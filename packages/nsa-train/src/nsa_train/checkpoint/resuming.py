@@ -14,13 +14,13 @@ from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
 from nsa_train.checkpoint.rng import from_json, require_rng, restore_rng, seed_fresh_rng, to_json
 from nsa_train.checkpoint.schema import NUM_GROUPS, unresumable
-from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, valid_at
+from nsa_train.checkpoint.store import Checkpoint, Judge, latest_valid, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
 from nsa_train.parallel.world import here
 from nsa_train.settings.config import RunConfig, structure, unstructure
-from nsa_train.settings.structuring import listed_problems
+from nsa_train.settings.rules import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit."""
@@ -31,7 +31,7 @@ OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size
 NO_CONVERSION = "one K and V for all branches are other weights than a K and V for each"
 
 
-def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
+def resume_point(root: Path, *, step: int | None = None, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank; only rank 0 searches and verifies. A collective.
 
     Without `step` it is `latest_valid`, None if nothing was saved yet. With `step` it is the checkpoint of that step, or an error. A

@@ -7,8 +7,19 @@ from typing import Any
 from nsa_train.checkpoint.layout import FILES
 from nsa_train.data.position import position_problems
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, Rule, integers, numbers
-from nsa_train.settings.structuring import ANY_TABLE, Fields, list_of, problems_of, short, text_like
+from nsa_train.settings.rules import (
+    ANY_TABLE,
+    MOST_ROWS,
+    MOST_STEPS,
+    Fields,
+    Rule,
+    integers,
+    list_of,
+    numbers,
+    problems_of,
+    short,
+    text_like,
+)
 
 SCHEMA_VERSION = 3
 """Version of all files together. Version 1 had only weights and moments; 2 had no count of the steps with watched gradients."""

@@ -24,7 +24,7 @@ from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.files import parse_json
 from nsa_train.settings.config import RunConfig, structure
 from nsa_train.settings.recipe import parse_toml
-from nsa_train.settings.structuring import listed_problems
+from nsa_train.settings.rules import listed_problems
 
 
 @frozen(kw_only=True)
@@ -90,11 +90,7 @@ def _opened(folder: Path) -> Checkpoint:
     return Checkpoint(path=folder, step=verified.manifest["step"], config=config, state=state)
 
 
-def anything(checkpoint: Checkpoint) -> None:
-    """Accept every checkpoint."""
-
-
-def latest_valid(root: Path, *, judge: Judge = anything) -> Checkpoint | None:
+def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:
     """Return the checkpoint to resume from: the one that `root`/latest names, or if that is damaged the newest whole one before it.
 
     Checkpoints of later steps than `latest` (of a branch that a resume left) come last. A checkpoint that
@@ -115,7 +111,7 @@ def latest_valid(root: Path, *, judge: Judge = anything) -> Checkpoint | None:
     raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start a new run. The newest:\n{refused[0]}")
 
 
-def valid_at(root: Path, step: int, *, judge: Judge = anything) -> Checkpoint:
+def valid_at(root: Path, step: int, *, judge: Judge = lambda checkpoint: None) -> Checkpoint:
     """Return the checkpoint of `root` after `step`; `judge` as in `latest_valid`.
 
     Raises:

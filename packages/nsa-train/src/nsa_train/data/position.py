@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import MOST_ACCUMULATED, MOST_STEPS, integers
-from nsa_train.settings.structuring import ANY_TABLE, Fields, list_of, problems_of, short, text_like
+from nsa_train.settings.rules import ANY_TABLE, MOST_ACCUMULATED, MOST_STEPS, Fields, integers, list_of, problems_of, short, text_like
 
 VERSION = 1
 NUM_FIRST_TOKENS = 32
