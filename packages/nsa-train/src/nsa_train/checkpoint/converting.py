@@ -56,16 +56,12 @@ def convert(
         recipe = recipe_of(conversion.config, source, out)
         _require_room(out, conversion.nbytes)
 
-        found: list[Any] = []
-
-        def write(aside: Path) -> None:
-            found.append(write_converted(conversion, aside, say))
+        with whole(out) as aside:
+            written = write_converted(conversion, aside, say)
             (aside / RECIPE).write_text(to_toml(recipe), encoding="utf-8")
-
-        whole(out, write)
     except InputError as error:
         raise CheckpointError(str(error)) from None
-    return _summary(found[0], recipe, out)
+    return _summary(written, recipe, out)
 
 
 def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:

@@ -46,4 +46,6 @@ def export(
         from nsa_train.checkpoint.hugging_face import write_folder
 
         return write_folder(out, checkpoint, tensors, format)
-    return whole(out, lambda aside: write_tensors(aside, tensors, step=str(checkpoint.step), config=to_toml(checkpoint.config)))
+    with whole(out) as aside:
+        write_tensors(aside, tensors, step=str(checkpoint.step), config=to_toml(checkpoint.config))
+    return out

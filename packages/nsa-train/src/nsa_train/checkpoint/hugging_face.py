@@ -57,15 +57,14 @@ def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], 
     config, weights = dense_form(ours, tensors) if format == "llama" else (ours, tensors)
     tokenizer = hugging_face_tokenizer(checkpoint.config.data, max_length=ours.max_position_embeddings)
 
-    def write(folder: Path) -> None:
+    with whole(out) as folder:
         folder.mkdir()
         config.save_pretrained(folder)
         write_tensors(folder / MODEL, weights, **UNSEALED)
         seal(folder / MODEL)
         tokenizer.save_pretrained(folder)
         generation_config(ours).save_pretrained(folder)
-
-    return whole(out, write)
+    return out
 
 
 def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
@@ -128,7 +127,8 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
         tensors = folder_weights(source, require_folder_weights(source, config, of="its config.json"))
     except InputError as error:
         raise CheckpointError(str(error)) from None
-    whole(out, lambda aside: _write_run(aside, config, tensors))
+    with whole(out) as aside:
+        _write_run(aside, config, tensors)
     return config
 
 

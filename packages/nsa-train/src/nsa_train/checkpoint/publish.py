@@ -8,8 +8,8 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nsa_train.checkpoint.layout import LATEST, step_folders, step_name
@@ -120,19 +120,19 @@ def point_latest(root: Path, name: str) -> None:
     _flush(root)
 
 
-def whole(out: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` make a file or folder under a temporary name, then rename it to `out`."""
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder; it is renamed to `out` if the block ends without an error, else deleted."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        write(aside)
+        yield aside
         aside.rename(out)
     except BaseException:
         if aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         aside.unlink(missing_ok=True)
         raise
-    return out
 
 
 def _set_aside(path: Path, aside: Path) -> None:

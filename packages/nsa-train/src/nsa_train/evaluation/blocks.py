@@ -23,9 +23,13 @@ def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]
     if no query has more candidates than n, it is over all queries.
     """
     dense = twin.decoder.to(subject.device) if twin else None
+    geometries = [layer.config.geometry for layer in subject.choosing_layers.values()]
+    needed = max(geometry.num_selected_blocks * geometry.selection_block_size for geometry in geometries) + 1
+    # those in which every layer has to choose, or all if there are none
+    sequences = [ids for ids in subject.documents if len(ids) >= needed] or subject.documents
     for mode in (mode for mode in subject.modes if mode is not Mode.CLOSED):
         sums: dict[int, Tensor] = {}
-        for number, ids in enumerate(_sequences(subject)):
+        for number, ids in enumerate(sequences[: subject.options.samples]):
             with subject.in_mode(mode, f"block-recall {number}"):
                 found = layer_recalls(subject, dense, ids)
             for index, recall in found.items():
@@ -66,11 +70,3 @@ def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
     """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 is no block."""
     chosen = block_indices.long()
     return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
-
-
-def _sequences(subject: Subject) -> list[Tensor]:
-    """Return at most `samples` held-out sequences `(S,)`: those in which every layer has to choose, or all if there are none."""
-    geometries = [layer.config.geometry for layer in subject.choosing_layers.values()]
-    needed = max(geometry.num_selected_blocks * geometry.selection_block_size for geometry in geometries) + 1
-    found = subject.documents
-    return ([ids for ids in found if len(ids) >= needed] or found)[: subject.options.samples]

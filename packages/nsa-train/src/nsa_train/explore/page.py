@@ -57,7 +57,9 @@ def page_of(found: Exploration) -> str:
     """Return the page as HTML; every text from outside is escaped."""
     folder = files("nsa_train.explore")
     template, style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS))
-    facts = model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]}
+    facts = json.dumps(model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]})
+    # safe in a script element: no end tag, no comment, and no separator that old JavaScript reads as a new line
+    facts = facts.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     arrays = [
         f'<script type="text/plain" id="layer{layer.index}-{name}">{base64.b64encode(zlib.compress(content)).decode()}</script>'
         for layer in found.layers
@@ -65,7 +67,7 @@ def page_of(found: Exploration) -> str:
     ]
     step = "" if found.step is None else f", step {found.step:,}"
     return Template(template).substitute(
-        title=html.escape(f"{found.model}{step}"), style=style, script="\n".join(scripts), facts=_in_script(facts), arrays="\n".join(arrays)
+        title=html.escape(f"{found.model}{step}"), style=style, script="\n".join(scripts), facts=facts, arrays="\n".join(arrays)
     )
 
 
@@ -82,8 +84,3 @@ def write_json(found: Exploration, file: TextIO) -> None:
 def _levels(shares: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
     """Return 255 times each share, rounded; a share that rounding took above 1 is 1."""
     return np.rint(np.clip(shares, 0, 1) * LEVELS).astype(np.uint8)
-
-
-def _in_script(value: object) -> str:
-    """Return JSON that is safe in a script element: no end tag, no comment, and no separator that old JavaScript reads as a new line."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -31,8 +31,9 @@ class Rule:
         a bool; else the example.
         """
         is_usable = isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
-        [suggested] = difflib.get_close_matches(str(value).lower(), self.names, n=1) or [instead if is_usable else None]
-        return f"{key}={value!r} is not {self.text}; use {self.example if suggested is None else repr(suggested)}"
+        near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
+        suggested = repr(near[0]) if near else repr(instead) if is_usable else self.example
+        return f"{key}={value!r} is not {self.text}; use {suggested}"
 
 
 MOST_STEPS = 10**9

@@ -175,18 +175,14 @@ class MarkedBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation under its mark."""
-        device, operation = _first_tensor(operands).device, self.operation.value
+        first: Any = operands
+        while isinstance(first, tuple):
+            # Queries, a step's rows, and scores are tuples or tensors
+            first = first[0]
+        device, operation = first.device, self.operation.value
         measured = self.times.measured(operation, device) if self.times else nullcontext()
         with marked_range(f"nsa.{operation}", device if self.has_ranges else None), measured:
             return self.backend(*operands, **keywords)
-
-
-def _first_tensor(operands: Any) -> torch.Tensor:
-    """Return the tensor that the operands of any operation begin with: Queries, a step's rows, and scores are tuples or tensors."""
-    while isinstance(operands, tuple):
-        operands = operands[0]
-    assert isinstance(operands, torch.Tensor)
-    return operands
 
 
 def marked_range(name: str, device: torch.device | None) -> AbstractContextManager[Any]:
