@@ -397,9 +397,9 @@ def explore(
 ) -> int:
     """Write a page that shows which blocks the model of CHECKPOINT chose for each token of a text, its scores and its gates."""
     check_explored({"CHECKPOINT": checkpoint, "--text": text, "--twin": twin}, {"--out": out, "--json": json_file}, tokens=tokens)
-    from nsa_train.explore.command import Asked, explore_text
+    from nsa_train.explore.command import explore_text
 
-    for line in explore_text(Asked(checkpoint=checkpoint, text=text, out=out, json=json_file, twin=twin, tokens=tokens), say=warn):
+    for line in explore_text(checkpoint, text=text, out=out, json=json_file, twin=twin, tokens=tokens, say=warn):
         print(line)
     return 0
 
@@ -425,14 +425,14 @@ app.command(ckpt)
 @ckpt.command
 def ls(directory: RunFolder, /, *, json_: AsJSON = False) -> Answer:
     """List the checkpoints of the run in DIR: step, date, size, and which one `latest` names."""
-    from nsa_train.checkpoint.commands import listed_line, listed_object, listing, lost_latest
+    from nsa_train.checkpoint.commands import listing, lost_latest
 
     found = listing(directory)
     for entry in found:
-        print(listed_line(entry))
+        print(entry.line)
     if lost := lost_latest(directory):
         warn(lost)
-    return Answer(0, {"checkpoints": [listed_object(entry) for entry in found], "warnings": [lost] if lost else []})
+    return Answer(0, {"checkpoints": [entry.content for entry in found], "warnings": [lost] if lost else []})
 
 
 @ckpt.command
@@ -443,15 +443,15 @@ def verify(
     json_: AsJSON = False,
 ) -> Answer:
     """Read every byte of the checkpoints at PATH; exit 1 if one is damaged."""
-    from nsa_train.checkpoint.commands import lost_latest, verification, verified_object
+    from nsa_train.checkpoint.commands import lost_latest, verification
 
     found = verification(path)
     for entry in found:
-        print(f"{'FAIL' if entry.problem else 'ok':4}  {entry}", file=sys.stderr if entry.problem else sys.stdout)
+        print(f"{'FAIL' if entry.problem else 'ok':4}  {entry.line}", file=sys.stderr if entry.problem else sys.stdout)
     if lost := lost_latest(path):
         warn(lost)
     code = TrainError.exit_code if any(entry.problem for entry in found) else 0
-    return Answer(code, {"checkpoints": [verified_object(entry) for entry in found], "warnings": [lost] if lost else []})
+    return Answer(code, {"checkpoints": [entry.content for entry in found], "warnings": [lost] if lost else []})
 
 
 @ckpt.command

@@ -4,84 +4,70 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_train.checkpoint.layout import LATEST, latest_folder, locate_root, step_folders
-from nsa_train.checkpoint.store import Listed, list_checkpoints, verify
+from nsa_train.checkpoint.store import list_checkpoints, verify
 from nsa_train.errors import CheckpointError, ConfigError
 
 
-class Verified(NamedTuple):
-    """The result of reading every byte of a checkpoint."""
+class Entry(NamedTuple):
+    """One checkpoint in the results of a command."""
 
-    path: Path
-    size_bytes: int | None
-    """None if it is damaged"""
-    problem: str = ""
-    """Names the damaged file and its fault; empty if the checkpoint is whole"""
+    line: str
+    """Its line"""
+    content: dict[str, Any]
+    """Its object with `--json`"""
 
-    def __str__(self) -> str:
-        return self.problem or f"{self.path.name}  {_mib(self.size_bytes or 0)} MiB verified"
-
-
-def listing(path: Path) -> list[Listed]:
-    """Return the checkpoints of a run; `path` is its directory or its `checkpoints`. Only manifests are read.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    found = list_checkpoints(locate_root(path))
-    if not found:
-        raise _none_at(path)
-    return found
+    @property
+    def problem(self) -> str | None:
+        """Return what is wrong with it; None if it is sound."""
+        return self.content["problem"]
 
 
-def verification(path: Path) -> list[Verified]:
-    """Read every byte of the checkpoints at `path` (one, or all of a run) and return the results.
+def listing(path: Path) -> list[Entry]:
+    """Return the checkpoints of a run for `ckpt ls`; `path` is its directory or its `checkpoints`. Only manifests are read.
+
+    Date and size of a damaged one are null.
 
     Raises:
         ConfigError: if there is none.
     """
-    folders = [path] if not step_folders(locate_root(path)) and path.is_dir() else list(step_folders(locate_root(path)).values())
     found = []
-    for folder in folders:
-        try:
-            found.append(Verified(folder.resolve(), verify(folder)))
-        except CheckpointError as error:
-            found.append(Verified(folder.resolve(), None, str(error)))
+    for one in list_checkpoints(locate_root(path)):
+        said = f"damaged: {one.problem}" if one.problem else f"{one.created}  {_mib(one.size_bytes):>10} MiB"
+        content = {
+            "name": one.path.name,
+            "path": str(one.path),
+            "step": one.step,
+            "is_latest": one.is_latest,
+            "created": one.created or None,
+            "size_bytes": None if one.problem else one.size_bytes,
+            "problem": one.problem or None,
+        }
+        found.append(Entry(f"{one.path.name:12}  {said}{'  <- latest' if one.is_latest and not one.problem else ''}", content))
     if not found:
         raise _none_at(path)
     return found
 
 
-def listed_line(entry: Listed) -> str:
-    """Return the line that `ckpt ls` prints for a checkpoint."""
-    if entry.problem:
-        return f"{entry.path.name:12}  damaged: {entry.problem}"
-    mark = "  <- latest" if entry.is_latest else ""
-    return f"{entry.path.name:12}  {entry.created}  {_mib(entry.size_bytes):>10} MiB{mark}"
+def verification(path: Path) -> list[Entry]:
+    """Read every byte of the checkpoints at `path` (one, or all of a run) and return the results for `ckpt verify`.
 
+    The size of a damaged one is null; its problem names the file and the fault.
 
-def listed_object(entry: Listed) -> dict[str, Any]:
-    """Return the object that `ckpt ls --json` prints for a checkpoint; date and size of a damaged one are null."""
-    return {
-        "name": entry.path.name,
-        "path": str(entry.path),
-        "step": entry.step,
-        "is_latest": entry.is_latest,
-        "created": entry.created or None,
-        "size_bytes": None if entry.problem else entry.size_bytes,
-        "problem": entry.problem or None,
-    }
-
-
-def verified_object(entry: Verified) -> dict[str, Any]:
-    """Return the object that `ckpt verify --json` prints for a checkpoint; the size of a damaged one is null."""
-    is_whole = not entry.problem
-    return {
-        "name": entry.path.name,
-        "path": str(entry.path),
-        "is_whole": is_whole,
-        "size_bytes": entry.size_bytes,
-        "problem": entry.problem or None,
-    }
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = []
+    for folder in step_folders(locate_root(path)).values() or ([path] if path.is_dir() else []):
+        size, problem, place = 0, None, folder.resolve()
+        try:
+            size = verify(folder)
+        except CheckpointError as error:
+            problem = str(error)
+        content = {"name": place.name, "path": str(place), "is_whole": not problem, "size_bytes": size or None, "problem": problem}
+        found.append(Entry(problem or f"{place.name}  {_mib(size)} MiB verified", content))
+    if not found:
+        raise _none_at(path)
+    return found
 
 
 def lost_latest(path: Path) -> str:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from nsa_train.checkpoint.models import OpenedModel, open_model, require_twin
@@ -18,68 +17,57 @@ from nsa_train.files import written_whole
 
 MOST_PACKED = 192 * 2**20
 """Maximum bytes of a page's arrays before compression: a browser holds all of them."""
-Say = Callable[[str], None]
 
 
-@frozen(kw_only=True)
-class Asked:
-    """The arguments of the command."""
+def explore_text(
+    checkpoint: Path,
+    *,
+    text: Path,
+    out: Path,
+    json: Path | None,
+    twin: Path | None,
+    tokens: int | None,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Write the page of `text` to `out`, and its JSON to `json` if that is not None; return a line about each file.
 
-    checkpoint: Path
-    text: Path
-    out: Path
-    json: Path | None = None
-    twin: Path | None = None
-    tokens: int | None = None
-    """Maximum number of tokens; None: all of the text."""
-
-
-def explore_text(asked: Asked, *, say: Say) -> list[str]:
-    """Write the page of a text, and its JSON if requested; return a line about each file.
-
-    Nothing is written unless everything can be written. `say` gets a line about each checkpoint that was skipped.
+    `tokens`: the maximum number of tokens; None: all of the text. Nothing is written unless everything can be written. `say` gets a line about
+    each checkpoint that was skipped.
 
     Raises:
         ConfigError: for an unsuitable text, model or twin.
         CheckpointError: if a model is damaged.
         TrainError: if a model's numbers are not finite.
     """
-    content = read_text(asked.text)
-    opened = open_model(asked.checkpoint, say=say)
+    content = read_text(text)
+    opened = open_model(checkpoint, say=say)
     if not opened.decoder.sparse_layers:
         raise ConfigError(
-            f"CHECKPOINT={str(asked.checkpoint)!r} has {len(opened.decoder.blocks)} dense layers and none of NSA (only those choose blocks); "
+            f"CHECKPOINT={str(checkpoint)!r} has {len(opened.decoder.blocks)} dense layers and none of NSA (only those choose blocks); "
             "name an NSA model, and this one as --twin"
         )
-    ids = _checked_ids(content, opened, asked)
-    twin = None
-    if asked.twin is not None:
-        twin = open_model(asked.twin, say=say)
-        alike = torch.equal(token_ids(content, twin.tokenizer, asked.text)[: len(ids)], ids)
-        require_twin(twin, opened, num_tokens=len(ids), reads_alike=alike)
-    _require_room(opened, asked, len(ids))
-    layers = collect_layers(opened.decoder, ids, twin=None if twin is None else twin.decoder)
+    ids = _checked_ids(content, opened, text, tokens)
+    dense = None if twin is None else open_model(twin, say=say)
+    if dense is not None:
+        alike = torch.equal(token_ids(content, dense.tokenizer, text)[: len(ids)], ids)
+        require_twin(dense, opened, num_tokens=len(ids), reads_alike=alike)
+    _require_room(opened, text, len(ids), has_twin=dense is not None)
     found = Exploration(
-        model=_name_of(asked.checkpoint, opened),
+        model=_name_of(checkpoint, opened),
         step=opened.step,
-        twin=None if asked.twin is None or twin is None else _name_of(asked.twin, twin),
+        twin=None if twin is None or dense is None else _name_of(twin, dense),
         token_ids=ids.tolist(),
         pieces=pieces_of(ids.tolist(), opened.tokenizer),
-        layers=layers,
+        layers=collect_layers(opened.decoder, ids, twin=None if dense is None else dense.decoder),
     )
-    return _written(found, asked)
-
-
-def _written(found: Exploration, asked: Asked) -> list[str]:
-    """Write the files, both or none, and return a line about each."""
     page = page_of(found)
     with ExitStack() as stack:
-        if asked.json is not None:
-            with stack.enter_context(written_whole(asked.json)).open("w", encoding="utf-8") as file:
+        if json is not None:
+            with stack.enter_context(written_whole(json)).open("w", encoding="utf-8") as file:
                 write_json(found, file)
-        stack.enter_context(written_whole(asked.out)).write_text(page, encoding="utf-8")
-    sizes = f"{len(found.token_ids):,} tokens, {len(found.layers)} layers"
-    return [f"{path} ({sizes}, {path.stat().st_size / 2**20:.1f} MiB)" for path in (asked.out, asked.json) if path is not None]
+        stack.enter_context(written_whole(out)).write_text(page, encoding="utf-8")
+    sizes = f"{len(ids):,} tokens, {len(found.layers)} layers"
+    return [f"{path} ({sizes}, {path.stat().st_size / 2**20:.1f} MiB)" for path in (out, json) if path is not None]
 
 
 def _name_of(path: Path, opened: OpenedModel) -> str:
@@ -88,20 +76,20 @@ def _name_of(path: Path, opened: OpenedModel) -> str:
     return path.resolve().parents[1].name if is_step else path.resolve().name
 
 
-def _checked_ids(content: bytes, opened: OpenedModel, asked: Asked) -> Tensor:
+def _checked_ids(content: bytes, opened: OpenedModel, text: Path, tokens: int | None) -> Tensor:
     """Return the ids of the tokens to look at."""
     most = opened.max_position
-    if asked.tokens is not None and asked.tokens > most:
-        raise ConfigError(f"--tokens={asked.tokens:,} is above the {most:,} tokens that the model is meant for; use --tokens {most}")
-    ids = token_ids(content, opened.tokenizer, asked.text)
-    if asked.tokens is None and len(ids) > most:
+    if tokens is not None and tokens > most:
+        raise ConfigError(f"--tokens={tokens:,} is above the {most:,} tokens that the model is meant for; use --tokens {most}")
+    ids = token_ids(content, opened.tokenizer, text)
+    if tokens is None and len(ids) > most:
         raise ConfigError(
-            f"--text={str(asked.text)!r} has {len(ids):,} tokens (the model is meant for {most:,} at most); use --tokens {most} for the first ones"
+            f"--text={str(text)!r} has {len(ids):,} tokens (the model is meant for {most:,} at most); use --tokens {most} for the first ones"
         )
-    return ids[: asked.tokens]
+    return ids[:tokens]
 
 
-def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
+def _require_room(opened: OpenedModel, text: Path, num_tokens: int, *, has_twin: bool) -> None:
     """Raise ConfigError if the page would hold more than a browser should."""
 
     def needed(count: int) -> int:
@@ -111,7 +99,7 @@ def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
                 num_heads=layer.config.num_heads,
                 num_kv_heads=layer.config.num_kv_heads,
                 block_size=layer.config.geometry.selection_block_size,
-                has_twin=asked.twin is not None,
+                has_twin=has_twin,
             )
             for layer in opened.decoder.sparse_layers
         )
@@ -121,6 +109,6 @@ def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
         while needed(fitting) > MOST_PACKED:
             fitting = fitting * 3 // 4
         raise ConfigError(
-            f"--text={str(asked.text)!r}: {num_tokens:,} tokens would make a page of {needed(num_tokens) / 2**20:,.0f} MiB "
+            f"--text={str(text)!r}: {num_tokens:,} tokens would make a page of {needed(num_tokens) / 2**20:,.0f} MiB "
             f"(at most {MOST_PACKED / 2**20:.0f}; it grows with their square); use --tokens {fitting}"
         )
