@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nsa_train.checkpoint import load_model, open_checkpoint, restore
+from nsa_train.checkpoint.commands import listing
 from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.checkpoint.manifest import write_manifest
-from nsa_train.checkpoint.store import latest_valid, list_checkpoints
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.errors import CheckpointError
 
 _unpickled: list[str] = []
@@ -55,7 +56,7 @@ def _bombs(folder: Path) -> dict[str, bytes]:
 def _use(root: Path, parts: tuple[object, torch.nn.Module, torch.optim.Optimizer]) -> None:
     """Everything that a command does with a checkpoint."""
     _, model, optimizer = parts
-    list_checkpoints(root)
+    listing(root)
     latest_valid(root)
     opened = open_checkpoint(root / "step-2")
     load_model(opened)

@@ -18,8 +18,9 @@ import torch
 
 from nsa_train.checkpoint import CheckpointWriter, load_model, open_checkpoint, publish
 from nsa_train.checkpoint.claim import HOLDER, claim, claimed_by_another, release
+from nsa_train.checkpoint.commands import listing
 from nsa_train.checkpoint.layout import FILES, MANIFEST
-from nsa_train.checkpoint.store import latest_valid, list_checkpoints
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.errors import CheckpointError
 
 
@@ -311,7 +312,7 @@ def test_a_file_system_that_is_full_leaves_the_checkpoint_before(small_disk: Pat
         save_on_and_on()
     assert saved
     assert _names(root) == ["latest", *sorted(f"step-{step}" for step in saved)]
-    assert all(not entry.problem for entry in list_checkpoints(root))
+    assert all(not entry.problem for entry in listing(root))
     assert latest_valid(root).step == saved[-1]
 
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa_train.checkpoint.layout import LATEST, latest_folder, locate_root, step_folders
-from nsa_train.checkpoint.store import list_checkpoints, verify
+from nsa_train.checkpoint.layout import FILES, LATEST, MANIFEST, latest_folder, locate_root, step_folders
+from nsa_train.checkpoint.manifest import read_manifest
+from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.errors import CheckpointError, ConfigError
 
 
@@ -30,19 +31,26 @@ def listing(path: Path) -> list[Entry]:
     Raises:
         ConfigError: if there is none.
     """
-    found = []
-    for one in list_checkpoints(locate_root(path)):
-        said = f"damaged: {one.problem}" if one.problem else f"{one.created}  {_mib(one.size_bytes):>10} MiB"
+    found, root = [], locate_root(path)
+    for step, folder in step_folders(root).items():
+        created, size, problem, is_latest = None, None, None, folder == latest_folder(root)
+        try:
+            manifest = read_manifest(folder)
+            created, size = manifest["created"], sum(entry["size"] for entry in manifest["files"].values())
+            said = f"{created}  {_mib(size):>10} MiB{'  <- latest' if is_latest else ''}"
+        except CheckpointError as error:
+            problem = str(error)
+            said = f"damaged: {problem}"
         content = {
-            "name": one.path.name,
-            "path": str(one.path),
-            "step": one.step,
-            "is_latest": one.is_latest,
-            "created": one.created or None,
-            "size_bytes": None if one.problem else one.size_bytes,
-            "problem": one.problem or None,
+            "name": folder.name,
+            "path": str(folder),
+            "step": step,
+            "is_latest": is_latest,
+            "created": created,
+            "size_bytes": size,
+            "problem": problem,
         }
-        found.append(Entry(f"{one.path.name:12}  {said}{'  <- latest' if one.is_latest and not one.problem else ''}", content))
+        found.append(Entry(f"{folder.name:12}  {said}", content))
     if not found:
         raise _none_at(path)
     return found
@@ -58,13 +66,15 @@ def verification(path: Path) -> list[Entry]:
     """
     found = []
     for folder in step_folders(locate_root(path)).values() or ([path] if path.is_dir() else []):
-        size, problem, place = 0, None, folder.resolve()
+        size, problem, place = None, None, folder.resolve()
         try:
-            size = verify(folder)
+            whole = open_checkpoint(folder).path
+            size = sum((whole / name).stat().st_size for name in (*FILES, MANIFEST))
+            said = f"{place.name}  {_mib(size)} MiB verified"
         except CheckpointError as error:
-            problem = str(error)
-        content = {"name": place.name, "path": str(place), "is_whole": not problem, "size_bytes": size or None, "problem": problem}
-        found.append(Entry(problem or f"{place.name}  {_mib(size)} MiB verified", content))
+            said = problem = str(error)
+        content = {"name": place.name, "path": str(place), "is_whole": problem is None, "size_bytes": size, "problem": problem}
+        found.append(Entry(said, content))
     if not found:
         raise _none_at(path)
     return found

@@ -50,12 +50,6 @@ def locate_root(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def root_without_latest(path: Path) -> Path | None:
-    """Return the directory of checkpoints that `path` is or holds, if it has checkpoints and `latest` names none of them."""
-    root = locate_root(path)
-    return root if step_folders(root) and not (root / LATEST).is_dir() else None
-
-
 def locate_folder(path: Path) -> Path:
     """Return the one checkpoint that `path` names: a step-N directory, a `latest` link, or a run's directory.
 

@@ -6,19 +6,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from nsa_train.checkpoint.layout import (
-    CONFIG,
-    FILES,
-    LATEST,
-    MANIFEST,
-    STATE,
-    latest_folder,
-    locate_folder,
-    root_without_latest,
-    step_folders,
-    step_name,
-)
-from nsa_train.checkpoint.manifest import OTHERS, read_manifest, verify_files
+from nsa_train.checkpoint.layout import CONFIG, LATEST, STATE, latest_folder, locate_folder, locate_root, step_folders, step_name
+from nsa_train.checkpoint.manifest import OTHERS, verify_files
 from nsa_train.checkpoint.schema import state_problems
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.files import parse_json
@@ -44,19 +33,6 @@ Judge = Callable[[Checkpoint], None]
 """Function that raises a CheckpointError for a checkpoint that the caller cannot use."""
 
 
-@frozen(kw_only=True)
-class Listed:
-    """A checkpoint in the list of `nsa-train ckpt ls`; only its manifest was read."""
-
-    path: Path
-    step: int
-    is_latest: bool
-    created: str = ""
-    size_bytes: int = 0
-    problem: str = ""
-    """Why its manifest is refused; empty if it is accepted."""
-
-
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the verified checkpoint at `path`: a step-N directory, a `latest` link, or a run's directory.
 
@@ -66,8 +42,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ConfigError: if there is none.
         CheckpointError: if it is damaged; the message names file, expected and found.
     """
-    root = root_without_latest(path)
-    if root is not None and (found := latest_valid(root)):
+    root = locate_root(path)
+    if step_folders(root) and not (root / LATEST).is_dir() and (found := latest_valid(root)):
         return evolve(found, refused=(f"{root / LATEST} names no checkpoint; {found.path.name} is taken", *found.refused))
     return _opened(locate_folder(path))
 
@@ -126,23 +102,6 @@ def valid_at(root: Path, step: int, *, judge: Judge = lambda checkpoint: None) -
     return found
 
 
-def list_checkpoints(root: Path) -> list[Listed]:
-    """Return the checkpoints in `root`, lowest step first; only manifests are read."""
-    latest = latest_folder(root)
-    return [_listed(path, step, is_latest=path == latest) for step, path in step_folders(root).items()]
-
-
-def verify(path: Path) -> int:
-    """Verify every byte of the checkpoint at `path`, and return the number of bytes.
-
-    Raises:
-        ConfigError: if there is none.
-        CheckpointError: naming the first damaged file, what was expected and what found.
-    """
-    found = open_checkpoint(path).path
-    return sum((found / name).stat().st_size for name in (*FILES, MANIFEST))
-
-
 def _newest_first(root: Path) -> list[Path]:
     """Return the order in which a resume tries checkpoints: `latest`, earlier ones from the newest on, later ones from the newest on."""
     folders = step_folders(root)
@@ -153,12 +112,3 @@ def _newest_first(root: Path) -> list[Path]:
         head = int(latest.name.removeprefix("step-"))
     order = sorted(folders, key=lambda step: (head is None or step <= head, step), reverse=True)
     return [folders[step] for step in order]
-
-
-def _listed(path: Path, step: int, *, is_latest: bool) -> Listed:
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return Listed(path=path, step=step, is_latest=is_latest, problem=str(error))
-    size = sum(entry["size"] for entry in manifest["files"].values())
-    return Listed(path=path, step=step, is_latest=is_latest, created=manifest["created"], size_bytes=size)
