@@ -94,23 +94,6 @@ def read_records(folder: Path) -> Records:
     )
 
 
-def read_metrics(path: Path) -> dict[str, Any]:
-    """Return the content of a metrics.json, or the metrics inside a file of `nsa-bench smoke --json`.
-
-    Raises:
-        ConfigError: if it cannot be read as one.
-    """
-    try:
-        content = parse_json(read_regular(path, MOST_JSON))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{path} is not a table of figures; use the metrics.json of a run")
-    # a result file of this command contains them
-    inner = content.get("metrics", content)
-    return dict(inner) if isinstance(inner, Mapping) else dict(content)
-
-
 class Judgement(NamedTuple):
     """The records of a run, and the verdict of every rule on them."""
 
@@ -153,7 +136,15 @@ def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[V
     Raises:
         ConfigError: if the file cannot be read, or shares no figure with this run.
     """
-    before = read_metrics(baseline)
+    try:
+        content = parse_json(read_regular(baseline, MOST_JSON))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{baseline} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{baseline} is not a table of figures; use the metrics.json of a run")
+    # a file of `nsa-bench smoke --json` contains them
+    inner = content.get("metrics", content)
+    before = inner if isinstance(inner, Mapping) else content
     pairs = {name: (records.metrics.get(name), before.get(name)) for name in COMPARED}
     verdicts = [_compared(name, now, then, tolerance) for name, (now, then) in pairs.items() if _is_number(now) and _is_number(then)]
     if not verdicts:

@@ -53,7 +53,7 @@ def convert(
     options = ConversionOptions(kv=kv, gates=gates, nsa=dict(map(_pair, nsa)), layers=pattern)  # type: ignore[arg-type]
     try:
         conversion = plan_conversion(source, options)
-        recipe = recipe_of(conversion.config, source, out)
+        recipe = _recipe_of(conversion.config, source, out)
         _require_room(out, conversion.nbytes)
 
         with whole(out) as aside:
@@ -64,12 +64,8 @@ def convert(
     return _summary(written, recipe, out)
 
 
-def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
-    """Return a recipe with the model of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`.
-
-    Raises:
-        ConfigError: if nsa-train has no such model.
-    """
+def _recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
+    """Return a recipe with the model of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`."""
     data = {"source": "text", **_tokenizer_keys(source, config)}
     if "tokenizer_path" in data:
         data["tokenizer_path"] = str((out / TOKENIZER).absolute())

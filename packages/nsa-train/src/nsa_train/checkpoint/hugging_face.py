@@ -123,7 +123,7 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
         raise ConfigError(f"OUT={str(out)!r} exists already (an import never overwrites); use another name")
     require_installed("ckpt import")
     try:
-        config = imported_config(source, recipe, overrides)
+        config = _imported_config(source, recipe, overrides)
         tensors = folder_weights(source, require_folder_weights(source, config, of="its config.json"))
     except InputError as error:
         raise CheckpointError(str(error)) from None
@@ -132,12 +132,8 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
     return config
 
 
-def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration of `recipe` with the model of the folder `source`.
-
-    Raises:
-        ConfigError: if an override changes the model, config.json describes no model, or its ids are those of another tokenizer.
-    """
+def _imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of `recipe` with the model of the folder `source`, whose ids must be those of the recipe's tokenizer."""
     if theirs := [line for line in overrides if line.startswith(OF_MODEL)]:
         raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / HF_CONFIG}); leave it out")
     config = folder_config(source)

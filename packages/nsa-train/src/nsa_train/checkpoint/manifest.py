@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nsa_train.checkpoint.layout import CONFIG, FILES, MANIFEST, STATE
 from nsa_train.checkpoint.schema import SCHEMA_VERSION, manifest_problems
@@ -64,23 +64,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-class Verified(NamedTuple):
-    """A checkpoint after every byte of it was read."""
-
-    manifest: dict[str, Any]
-    contents: dict[str, bytes]
-    """File name -> bytes of config.toml and state.json, so that later code uses the verified bytes."""
-
-
-def verify_files(folder: Path) -> Verified:
-    """Return the manifest and small files of `folder` after comparing every file with the manifest.
+def verify_files(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Compare every file of `folder` with its manifest; return the manifest, and the verified bytes of config.toml and state.json by name.
 
     Raises:
         CheckpointError: naming the first file that differs, with what was expected and found.
     """
     manifest = read_manifest(folder)
     contents = {name: _verified(folder / name, expected) for name, expected in manifest["files"].items()}
-    return Verified(manifest, {name: contents[name] for name in MOST})
+    return manifest, {name: contents[name] for name in MOST}
 
 
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:

@@ -49,21 +49,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _opened(folder: Path) -> Checkpoint:
-    verified = verify_files(folder)
+    manifest, contents = verify_files(folder)
     try:
-        config = structure(parse_toml(verified.contents[CONFIG]))
+        config = structure(parse_toml(contents[CONFIG]))
         config.pattern()
     # ValueError: it breaks a rule of the recipe, is not TOML, or is not UTF-8
     except ValueError as error:
         problems = listed_problems(str(error).splitlines())
         raise CheckpointError(f"{folder / CONFIG} is not a recipe that this version reads ({problems}); {OTHERS}") from None
     try:
-        state = parse_json(verified.contents[STATE])
+        state = parse_json(contents[STATE])
     except ValueError as error:
         raise CheckpointError(f"{folder / STATE} is not JSON ({error}); {OTHERS}") from None
     if wrong := state_problems(state, config):
         raise CheckpointError(f"{folder / STATE} is damaged: {listed_problems(wrong)}; {OTHERS}")
-    return Checkpoint(path=folder, step=verified.manifest["step"], config=config, state=state)
+    return Checkpoint(path=folder, step=manifest["step"], config=config, state=state)
 
 
 def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:

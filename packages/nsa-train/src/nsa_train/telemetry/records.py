@@ -195,7 +195,7 @@ class Heartbeat:
         Raises:
             ConfigError: if the path exists and is not a file that can be read.
         """
-        self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
+        self.path, self.rank, self.marks = RunDirectory(folder).heartbeat_of(rank), rank, dict(marks or {})
         self._started_s = time.monotonic()
         if problem := refusal(self.path, MOST_RECORDS):
             raise ConfigError(f"{self.path} cannot be continued ({problem}); move it away, and go on with --resume")
