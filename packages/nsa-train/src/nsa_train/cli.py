@@ -365,14 +365,7 @@ def evaluate(
     json_: AsJSON = False,
 ) -> Answer:
     """Measure loss by position, recall of pass keys, pairs and copies, and the choice of blocks of the model at RUN_OR_EXPORT."""
-    options = EvalOptions.of(
-        tasks=tasks,
-        modes=mode or (),
-        lengths=lengths,
-        texts=text or (),
-        seed=seed,
-        **asdict(recall),
-    )
+    options = EvalOptions.of(tasks=tasks, modes=mode or (), lengths=lengths, texts=text or (), seed=seed, **asdict(recall))
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)
     check_folder(folder)

@@ -169,7 +169,7 @@ class Trainer:
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(step, fetched, targets, observed)
-        everyone = self.world.exchange(found)
+        everyone = [StepNumbers(*row) for row in self.world.gather(found)]
         loss = sum(row.loss for row in everyone) / max(targets, 1)
         skip = self.guard.judge(loss, everyone)
         if skip is not None:

@@ -21,7 +21,6 @@ from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
 """Parts of gloo's and NCCL's messages if a connection is lost or times out."""
 T = TypeVar("T")
-R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
 """The longest wait of ranks for one of them, in an exchange or a reduction."""
 
@@ -61,7 +60,7 @@ class World:
     """This process and its peers, with their only way to exchange data. The default has no peers.
 
     Ranks exchange only JSON, as uint8 tensors on the CPU, and weights: lint bans torch's object collectives, which unpickle the data that
-    they receive. A tuple is returned as a list, except by `exchange`.
+    they receive. A tuple is returned as a list.
     """
 
     device: torch.device
@@ -83,10 +82,6 @@ class World:
         """Return the `item` of every rank, by rank; items are plain values for JSON. A collective: all ranks call it."""
         payload = json.dumps(item).encode()
         return [json.loads(part) for part in (_gathered(payload) if self.world_size > 1 else [payload])]
-
-    def exchange(self, row: R) -> list[R]:
-        """Return the `row` of every rank, by rank: a NamedTuple of plain values for JSON. A collective."""
-        return [type(row)(*found) for found in self.gather(row)]
 
     def from_main(self, item: Any = None) -> Any:
         """Return the main rank's `item`, plain values for JSON, on every rank. A collective."""
@@ -222,13 +217,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
         )
     try:
         with contact_kept(rank):
-            yield World(
-                device=own_device,
-                rank=rank,
-                world_size=world_size,
-                store=PrefixStore("stops", store),
-                **_starts(environment),
-            )
+            yield World(device=own_device, rank=rank, world_size=world_size, store=PrefixStore("stops", store), **_starts(environment))
     finally:
         dist.destroy_process_group()
 

@@ -321,11 +321,7 @@ class Recorder:
         # the bucket of a length is the next power of two, itself included
         tables.lengths.update(1 << max(length - 1, 0).bit_length() for length in figures.lengths)
         tables.board.scalars(step, "loss", {"training": figures.loss})
-        tables.board.scalars(
-            step,
-            "train",
-            {"lr": figures.lr, "grad_norm": figures.grad_norm, "toks_per_s": figures.toks_per_s, **speed},
-        )
+        tables.board.scalars(step, "train", {"lr": figures.lr, "grad_norm": figures.grad_norm, "toks_per_s": figures.toks_per_s, **speed})
         tables.board.scalars(step, "data", {"fetch_ms": figures.fetch_ms, "synthetic": int(self._is_synthetic)})
         if figures.is_clipped:
             tables.clipped_steps += 1
