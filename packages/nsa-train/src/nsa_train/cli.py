@@ -463,7 +463,7 @@ def export(
     ] = "safetensors",
 ) -> int:
     """Write the weights of CKPT to OUT."""
-    from nsa_train.checkpoint.formats import export as export_weights
+    from nsa_train.checkpoint.commands import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
     return 0

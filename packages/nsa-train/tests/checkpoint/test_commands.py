@@ -7,7 +7,7 @@ import safetensors
 import torch
 
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.checkpoint.formats import export
+from nsa_train.checkpoint.commands import export
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.settings.recipe import to_toml

@@ -10,7 +10,7 @@ from attrs import evolve
 from nsa_core import NativeSparseAttention
 from nsa_core.dense_attention import DenseAttention
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.checkpoint.formats import export
+from nsa_train.checkpoint.commands import export
 from nsa_train.checkpoint.resuming import check_resumable
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer

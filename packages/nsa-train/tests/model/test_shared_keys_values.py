@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.checkpoint.formats import export
+from nsa_train.checkpoint.commands import export
 from nsa_train.cli import run_command
 from nsa_train.model.decoder import build_model, count_parameters, undrawn_weights
 from nsa_train.preflight.memory import estimate_memory

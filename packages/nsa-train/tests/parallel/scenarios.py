@@ -22,8 +22,7 @@ from attrs import evolve
 from nsa_train.checkpoint import resume_point
 from nsa_train.errors import TrainError
 from nsa_train.loop.trainer import Trainer
-from nsa_train.parallel.sharding import local_part, whole
-from nsa_train.parallel.world import World, join_world
+from nsa_train.parallel.world import World, join_world, local_part, whole
 from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.errors import CheckpointError
-from nsa_train.parallel.sharding import is_sharded
-from nsa_train.parallel.world import here
+from nsa_train.parallel.world import here, is_sharded
 from nsa_train.settings.rules import SHOWN, listed_problems, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_train.checkpoint.tensors import model_tensors, optimizer_tensors
 from nsa_train.errors import GuardError
-from nsa_train.parallel.sharding import local_part
-from nsa_train.parallel.world import World
+from nsa_train.parallel.world import World, local_part
 from nsa_train.settings.config import TrainTable
 from nsa_train.telemetry.records import Cause
 

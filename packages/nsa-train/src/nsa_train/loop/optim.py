@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nsa_train.parallel.sharding import local_part, whole
+from nsa_train.parallel.world import local_part, whole
 from nsa_train.settings.config import TrainTable
 
 FINAL_LR_SHARE = 0.1

@@ -1,12 +1,13 @@
-"""The processes of a run. They exchange decisions over gloo, from host to host, so that no decision waits for a GPU."""
+"""The processes of a run, and tensors that they share. They exchange decisions over gloo, from host to host, so that no decision waits for a GPU."""
 
 import json
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError, LostContactError, PeerError, TrainError
 from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
 """Parts of gloo's and NCCL's messages if a connection is lost or times out."""
@@ -255,3 +259,19 @@ def _address() -> str:
         here, there = (end[0] for end in (connection.getsockname(), connection.getpeername()))
     # on the agent's own host: `here` may be a loopback address, but other hosts found the agent by its name
     return agents if here == there else str(here)
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return True for a DTensor. Its module takes a second to load, and only FSDP loads it; without it there are none."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor in full, gathered by all ranks together, or the tensor itself."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
