@@ -82,7 +82,7 @@ class NotedChoice(ServingBackend):
 
 
 class PassNote(LayerTelemetry):
-    """Keeps the gates and the chosen blocks of a layer's last pass, and computes nothing."""
+    """Keeps the gates and the chosen blocks of a layer's last pass."""
 
     needs_branches = False
     gates: Tensor | None = None
