@@ -370,7 +370,7 @@ def evaluate(
     check_path("--out", folder)
     check_folder(folder)
     check_there({"RUN_OR_EXPORT": model, "--twin": twin})
-    from nsa_train.evaluation.evaluation import run_evaluation
+    from nsa_train.evaluation.tasks import run_evaluation
 
     return Answer(0, run_evaluation(model, twin, options, device=device, out=folder, say=warn))
 

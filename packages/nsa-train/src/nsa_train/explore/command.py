@@ -20,14 +20,7 @@ MOST_PACKED = 192 * 2**20
 
 
 def explore_text(
-    checkpoint: Path,
-    *,
-    text: Path,
-    out: Path,
-    json: Path | None,
-    twin: Path | None,
-    tokens: int | None,
-    say: Callable[[str], None],
+    checkpoint: Path, *, text: Path, out: Path, json: Path | None, twin: Path | None, tokens: int | None, say: Callable[[str], None]
 ) -> list[str]:
     """Write the page of `text` to `out`, and its JSON to `json` if that is not None; return a line about each file.
 
