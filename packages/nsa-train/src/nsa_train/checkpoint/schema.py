@@ -4,22 +4,13 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from attrs import frozen
+
 from nsa_train.checkpoint.layout import FILES
 from nsa_train.data.position import position_problems
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import (
-    ANY_TABLE,
-    MOST_ROWS,
-    MOST_STEPS,
-    Fields,
-    Rule,
-    integers,
-    list_of,
-    numbers,
-    problems_of,
-    short,
-    text_like,
-)
+from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number, short
+from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, ruled, text_like
 
 SCHEMA_VERSION = 3
 """Version of all files together. Version 1 had only weights and moments; 2 had no count of the steps with watched gradients."""
@@ -47,72 +38,108 @@ def _is_date(value: object) -> bool:
         return False
 
 
-_LOSS = numbers(-MOST_LOSS, MOST_LOSS)
-_STEP = integers(0, MOST_STEPS)
-_NAMES = list_of(lambda value: isinstance(value, str) and len(value) <= MOST_NAME, "a list of names of parameters", most=MOST_PARAMETERS)
+def _is_loss(value: object) -> bool:
+    return is_number(value, at_least=-MOST_LOSS, at_most=MOST_LOSS)
 
-MANIFEST: Fields = {
-    "schema_version": integers(SCHEMA_VERSION, SCHEMA_VERSION),
-    "step": _STEP,
-    "created": Rule(_is_date, "a date such as 2026-01-31T12:00:00+00:00"),
-    "files": ANY_TABLE,
-}
-"""manifest.json without its own hash."""
-FILE: Fields = {"size": integers(0, MOST_BYTES), "sha256": text_like("[0-9a-f]{64}", "a SHA-256 (64 hexadecimal digits)")}
-"""An entry of its files."""
-STATE: Fields = {
-    "world_size": integers(1, MOST_ROWS),
-    "schedule": {"lr": list_of(numbers(0, MOST_RATE).holds, "a list of learning rates, one per parameter group", most=MOST_GROUPS)},
-    "scaler": None,
-    "data": None,
-    "routes": Rule(
-        lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()), "a table of operation and backend"
-    ),
-    "counters": ANY_TABLE,
-}
-"""state.json."""
-SCALER: Fields = {
-    "scale": numbers(1e-38, 1e38),
-    "growth_factor": numbers(1, 1e6),
-    "backoff_factor": numbers(1e-6, 1),
-    "growth_interval": integers(1, 2**31 - 1),
-    "_growth_tracker": integers(0, 2**31 - 1),
-}
-"""The state of a GradScaler."""
-COUNTERS: dict[str, Fields] = {
-    "guard": {
-        "num_skipped": _STEP,
-        "recent_skips": list_of(_STEP.holds, f"a list of at most {MOST_LISTED} steps", most=MOST_LISTED),
-        "losses": list_of(_LOSS.holds, f"a list of at most {MOST_LISTED} losses", most=MOST_LISTED),
-    },
-    "watch": {"num_observed": _STEP, "longest": integers(0, 2**31 - 1), "pending": _NAMES},
-    "patience": {
-        "best": Rule(lambda value: value is None or _LOSS.holds(value), "a loss, or null before the first evaluation"),
-        "num_worse": _STEP,
-    },
-}
+
+def _is_step(value: object) -> bool:
+    return is_count(value, most=MOST_STEPS)
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """manifest.json without its own hash."""
+
+    schema_version: int = integer(at_least=SCHEMA_VERSION, at_most=SCHEMA_VERSION, example=SCHEMA_VERSION)
+    step: int = count(MOST_STEPS)
+    created: str = ruled(_is_date, "a date such as 2026-01-31T12:00:00+00:00")
+    files: dict[str, Any] = anything()
+
+
+@frozen(kw_only=True)
+class _File:
+    size: int = count(MOST_BYTES)
+    sha256: str = text_like("[0-9a-f]{64}", "a SHA-256 (64 hexadecimal digits)")
+
+
+@frozen(kw_only=True)
+class _Schedule:
+    lr: list[float] = list_of(
+        lambda value: is_number(value, at_least=0, at_most=MOST_RATE), "a list of learning rates, one per parameter group", most=MOST_GROUPS
+    )
+
+
+@frozen(kw_only=True)
+class _Scaler:
+    """The state of a GradScaler."""
+
+    scale: float = number(at_least=1e-38, at_most=1e38, example=65536)
+    growth_factor: float = number(at_least=1, at_most=1e6, example=2)
+    backoff_factor: float = number(at_least=1e-6, at_most=1, example=0.5)
+    growth_interval: int = integer(at_least=1, at_most=2**31 - 1, example=2000)
+    _growth_tracker: int = count(2**31 - 1)
+
+
+@frozen(kw_only=True)
+class _State:
+    """state.json."""
+
+    world_size: int = integer(at_least=1, at_most=MOST_ROWS, example=1)
+    schedule: _Schedule
+    scaler: Any
+    data: Any
+    routes: dict[str, str] = ruled(
+        lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
+        "a table of operation and backend",
+    )
+    counters: dict[str, Any] = anything()
+
+
+@frozen(kw_only=True)
+class _Guard:
+    num_skipped: int = count(MOST_STEPS)
+    recent_skips: list[int] = list_of(_is_step, f"a list of at most {MOST_LISTED} steps", most=MOST_LISTED)
+    losses: list[float] = list_of(_is_loss, f"a list of at most {MOST_LISTED} losses", most=MOST_LISTED)
+
+
+@frozen(kw_only=True)
+class _Watch:
+    num_observed: int = count(MOST_STEPS)
+    longest: int = count(2**31 - 1)
+    pending: list[str] = list_of(
+        lambda value: isinstance(value, str) and len(value) <= MOST_NAME, "a list of names of parameters", most=MOST_PARAMETERS
+    )
+
+
+@frozen(kw_only=True)
+class _Patience:
+    best: float | None = ruled(lambda value: value is None or _is_loss(value), "a loss, or null before the first evaluation")
+    num_worse: int = count(MOST_STEPS)
+
+
+COUNTERS: dict[str, type] = {"guard": _Guard, "watch": _Watch, "patience": _Patience}
 """Counters that every run saves; another program may add others."""
 
 
 def manifest_problems(content: object) -> list[str]:
     """Return the problems of `content`, a manifest.json without its own hash."""
-    found = problems_of(content, MANIFEST, "")
+    found = problems_of(content, Manifest, "")
     if found:
         return found
     assert isinstance(content, dict)
     files = content["files"]
     if set(files) != set(FILES):
         return [f"files={short(sorted(files))} is not {', '.join(sorted(FILES))}"]
-    return [problem for name, entry in files.items() for problem in problems_of(entry, FILE, f"files[{name}]")]
+    return [problem for name, entry in files.items() for problem in problems_of(entry, _File, f"files[{name}]")]
 
 
 def state_problems(content: object, config: RunConfig) -> list[str]:
     """Return the problems of `content`, a state.json whose config.toml describes `config`; each problem names its path."""
-    found = problems_of(content, STATE, "")
+    found = problems_of(content, _State, "")
     if not isinstance(content, dict):
         return found
     if content.get("scaler") not in (None, {}):
-        found += problems_of(content["scaler"], SCALER, "scaler")
+        found += problems_of(content["scaler"], _Scaler, "scaler")
     # empty: the program that saved it trains without the data of nsa-train
     if content.get("data", {}) != {}:
         found += position_problems(content["data"], "data", config)
@@ -120,9 +147,9 @@ def state_problems(content: object, config: RunConfig) -> list[str]:
     if isinstance(counters, Mapping):
         found += [
             problem
-            for name, fields in COUNTERS.items()
+            for name, kind in COUNTERS.items()
             if name in counters
-            for problem in problems_of(counters[name], fields, f"counters.{name}")
+            for problem in problems_of(counters[name], kind, f"counters.{name}")
         ]
     return found
 

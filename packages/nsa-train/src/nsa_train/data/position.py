@@ -1,43 +1,70 @@
-"""The position of a run in its data, as a checkpoint holds it: rules of the fields that `stream.state_of` writes. Imports no torch."""
+"""The position of a run in its data, as a checkpoint holds it: attrs classes with the fields that `stream.state_of` writes. Imports no torch."""
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import frozen
+
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import ANY_TABLE, MOST_ACCUMULATED, MOST_STEPS, Fields, integers, list_of, problems_of, short, text_like
+from nsa_train.settings.rules import MOST_ACCUMULATED, MOST_STEPS, integer, short
+from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, text_like
 
 VERSION = 1
 NUM_FIRST_TOKENS = 32
 """Number of tokens of a lane's first row that are recorded."""
 MOST_BATCHES = MOST_STEPS * MOST_ACCUMULATED
 """Maximum micro-batches of a run, and so rows, blocks, records and documents of a lane; int64 holds their product with the lanes."""
-_COUNT = integers(0, MOST_BATCHES)
-_LANE: Fields = {
-    "epoch": _COUNT,
-    "hash": text_like("([0-9a-f]{64})?", "a SHA-256 (64 hexadecimal digits), or empty before the first row"),
-    "first_tokens": list_of(integers(0, 2**31 - 1).holds, f"a list of at most {NUM_FIRST_TOKENS} ids", most=NUM_FIRST_TOKENS),
-    "documents": _COUNT,
-    "bad_records": _COUNT,
-}
-LANES: dict[str, Fields] = {
-    "rows": {**_LANE, "row": _COUNT},
-    "blocks": {**_LANE, **dict.fromkeys(("block", "record", "offset"), _COUNT)},
-}
-"""Value of `walk` in the fingerprint -> the fields of its lanes: of a corpus in memory, or of a streamed one."""
-POSITION: Fields = {
-    "version": integers(VERSION, VERSION),
-    "fingerprint": ANY_TABLE,
-    "batches": _COUNT,
-    "lanes": ANY_TABLE,
-    "consumed_hash": text_like("[0-9a-f]{16}", "16 hexadecimal digits"),
-}
-"""The position of all ranks together. Opening the data checks the rest of the fingerprint."""
+_HASH = r"[0-9a-f]{64}"
+
+
+@frozen(kw_only=True)
+class _Lane:
+    """The position of one row of the micro-batches."""
+
+    epoch: int = count(MOST_BATCHES)
+    hash: str = text_like(f"({_HASH})?", "a SHA-256 (64 hexadecimal digits), or empty before the first row")
+    first_tokens: list[int] = list_of(
+        lambda value: is_count(value, most=2**31 - 1), f"a list of at most {NUM_FIRST_TOKENS} ids", most=NUM_FIRST_TOKENS
+    )
+    documents: int = count(MOST_BATCHES)
+    bad_records: int = count(MOST_BATCHES)
+
+
+@frozen(kw_only=True)
+class RowLane(_Lane):
+    """The lane of a corpus in memory."""
+
+    row: int = count(MOST_BATCHES)
+
+
+@frozen(kw_only=True)
+class BlockLane(_Lane):
+    """The lane of a streamed corpus."""
+
+    block: int = count(MOST_BATCHES)
+    record: int = count(MOST_BATCHES)
+    offset: int = count(MOST_BATCHES)
+
+
+LANES: dict[str, type[_Lane]] = {"rows": RowLane, "blocks": BlockLane}
+"""Value of `walk` in the fingerprint -> class of its lanes."""
+
+
+@frozen(kw_only=True)
+class Position:
+    """The position of all ranks together. Opening the data checks the rest of the fingerprint."""
+
+    version: int = integer(at_least=VERSION, at_most=VERSION, example=VERSION)
+    fingerprint: dict[str, Any] = anything()
+    batches: int = count(MOST_BATCHES)
+    lanes: dict[str, Any] = anything()
+    consumed_hash: str = text_like("[0-9a-f]{16}", "16 hexadecimal digits")
 
 
 def position_problems(values: Any, path: str, config: RunConfig) -> list[str]:
     """Return the problems of `values`, the position of a run of `config` in its data; each problem names its path below `path`."""
-    found = problems_of(values, POSITION, path)
+    found = problems_of(values, Position, path)
     if found:
         return found
     lanes, fingerprint = values["lanes"], values["fingerprint"]

@@ -8,8 +8,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import attr
 import attrs
+import cattrs
 from attrs import evolve, field, fields, frozen
 
 from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, nearest_multiples, scaling_fields
@@ -31,6 +31,7 @@ from nsa_train.settings.rules import (
     optional_text,
     undivided_rows,
 )
+from nsa_train.settings.structuring import uncasting_converter
 
 ATTENTIONS = ("nsa", "dense")
 LAYER_SIZES = tuple(item.name for item in fields(BlockGeometry))
@@ -432,40 +433,42 @@ def structure(tables: Mapping[str, Any]) -> RunConfig:
     ]
     if problems:
         raise ConfigError.of(problems)
-    config: RunConfig = _built(RunConfig, tables)
-    return config
+    try:
+        return uncasting_converter(forbid_extra_keys=True).structure(tables, RunConfig)
+    except (cattrs.ClassValidationError, ConfigError) as error:
+        raise ConfigError.of(_problems(error)) from None
 
 
 def unstructure(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return `config` as nested tables, without keys that have no value; `structure` reads it back equal."""
-    # attrs.asdict would keep tuples, which no file holds
-    tables: dict[str, dict[str, Any]] = attr.asdict(config)
+    tables: dict[str, dict[str, Any]] = uncasting_converter(forbid_extra_keys=True).unstructure(config)
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
 
 
-def _built(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return the `kind`, RunConfig or one of its tables, that `values` describe; `prefix` of a key names its table."""
-    known, found, built = attrs.fields_dict(kind), list[str](), dict[str, Any]()
-    for name, attribute in known.items():
-        if name not in values:
-            if attribute.default is attrs.NOTHING:
-                found.append(f"{prefix}{name} is missing (it has no default); use {_example(name)}")
-            continue
-        try:
-            built[name] = _built(TABLES[name], values[name], f"{name}.") if kind is RunConfig else values[name]
-        except ConfigError as error:
-            found += str(error).splitlines()
-    found += [_unknown_key(name, [*known], prefix) for name in sorted(values.keys() - known)]
-    if found:
-        raise ConfigError.of(found)
-    return kind(**built)
+def _problems(error: BaseException) -> list[str]:
+    found: list[str] = []
+    for entry in cattrs.transform_error(error, path="", format_exception=_describe):
+        text, _, path = entry.rpartition(" @ ")
+        key = path.removeprefix(".")
+        prefix = f"{key}." if key else ""
+        found.extend(line.replace("<key>", key).replace("<prefix>", prefix) for line in text.split("\n"))
+    return found
 
 
-def _unknown_key(name: str, known: Sequence[str], prefix: str) -> str:
-    here = [f"{prefix}{match}" for match in difflib.get_close_matches(name, known, n=1)]
+def _describe(error: BaseException, _: type | None) -> str:
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        return "\n".join(_unknown_key(name, error.cl) for name in sorted(error.extra_fields))
+    if isinstance(error, KeyError):
+        return f"<key> is missing (it has no default); use {_example(str(error.args[0]))}"
+    return str(error)
+
+
+def _unknown_key(name: str, owner: type) -> str:
+    known = [attribute.name for attribute in fields(owner)]
+    here = [f"<prefix>{match}" for match in difflib.get_close_matches(name, known, n=1)]
     near = [key for key in keys_like(name) if key.endswith(f".{name}")] or here or keys_like(name)
     advice = f"did you mean {near[0]}?" if near else f"use one of {listed(known)}"
-    return f"{prefix}{name} is unknown (every key is read or refused); {advice}"
+    return f"<prefix>{name} is unknown (every key is read or refused); {advice}"
 
 
 def keys_like(name: str) -> list[str]:

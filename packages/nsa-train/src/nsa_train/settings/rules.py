@@ -1,10 +1,9 @@
-"""Rules of the keys of a recipe's tables, and of tables that are read as JSON, as data; the problems of a table. Imports no torch."""
+"""Rules of the keys of a recipe's tables, as data: a test, its noun phrase for messages, a value that passes; lists of problems."""
 
 import difflib
 import math
-import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import attrs
@@ -173,27 +172,6 @@ class Table:
         return []
 
 
-Fields = Mapping[str, Any]
-"""Key of a table -> the Rule of its value, or the Fields of a table below it, or None: any value. No key may be missing."""
-
-
-def problems_of(values: object, fields: Fields, path: str) -> list[str]:
-    """Return the problems of `values` as a table of `fields`, each with its path, which begins with `path`; empty if there is none."""
-    if not isinstance(values, dict):
-        return [f"{path}={short(values)} is not a table".lstrip("=")]
-    found: list[str] = []
-    for name, expected in fields.items():
-        where = f"{path}.{name}".lstrip(".")
-        if name not in values:
-            found.append(f"{where} is missing")
-        elif isinstance(expected, Mapping):
-            found += problems_of(values[name], expected, where)
-        elif expected is not None and not expected.holds(values[name]):
-            found.append(f"{where}={short(values[name])} is not {expected.text}")
-    unknown = (short(name) for name in sorted(values.keys() - fields.keys()))
-    return found + [f"{path}[{name}] is unknown" if path else f"{name} is unknown" for name in unknown]
-
-
 def listed_problems(problems: list[str], *, most: int = LISTED) -> str:
     """Return `problems` for a message of one line: the first ones, at most `most`, and how many more there are."""
     more = len(problems) - most
@@ -206,22 +184,9 @@ def short(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def text_like(pattern: str, what: str) -> Rule:
-    """Return the rule of a text which `pattern` matches from end to end; `what` describes it in messages."""
-    return Rule(lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, what)
-
-
-def list_of(holds: Callable[[Any], bool], what: str, *, most: int) -> Rule:
-    """Return the rule of a list of at most `most` items, for each of which `holds` is true; `what` describes it in messages."""
-    return Rule(lambda value: isinstance(value, list) and len(value) <= most and all(map(holds, value)), what)
-
-
 def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
     """Return whether at most `levels` tables and lists are nested in `value`; a deeper value could not be written again."""
     if not isinstance(value, dict | list):
         return True
     inside = value.values() if isinstance(value, dict) else value
     return levels > 0 and all(is_shallow(item, levels - 1) for item in inside)
-
-
-ANY_TABLE = Rule(lambda value: isinstance(value, dict) and is_shallow(value), f"a table nested at most {MOST_LEVELS} deep")
