@@ -71,6 +71,8 @@ def _without_weights(build: Callable[[], Decoder]) -> Decoder:
 
 def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     require_installed(f"the model at {str(folder)!r}")
+    from huggingface_hub.errors import StrictDataclassError
+
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
     from nsa_transformers.tokenizer import tokenizer_of
 
@@ -82,36 +84,10 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
         )
         tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for foreign files
-    except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
+    except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
-
-
-class FolderTokenizer:
-    """The tokenizer.json in a model's folder, with the interface of `Tokenizer`."""
-
-    def __init__(self, tokenizer: Any, config: Any) -> None:
-        """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence."""
-        ends = config.eos_token_id
-        self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
-        self.separator = int((ends[0] if isinstance(ends, list | tuple) else ends) or 0)
-        self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
-
-    def encode(self, text: bytes) -> Tensor:
-        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
-        return torch.tensor(self._ids(text), dtype=torch.int32)
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
-        """Return the ids of each of `texts`, followed by the separator."""
-        return [np.array([*self._ids(text), self.separator], np.int32) for text in texts]
-
-    def decode(self, ids: Tensor) -> str:
-        """Return the text of `ids` `(num_tokens,)`; separator and pad are left out."""
-        return str(self._tokenizer.decode([index for index in ids.tolist() if index not in (self.separator, self.pad)]))
-
-    def _ids(self, text: bytes) -> list[int]:
-        return list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids)
 
 
 def require_twin(twin: OpenedModel, model: OpenedModel, *, num_tokens: int, reads_alike: bool) -> None:
@@ -149,3 +125,40 @@ def _shape(model: OpenedModel) -> dict[str, int]:
         heads = layer.heads, layer.kv_heads, layer.dim_qk, layer.dim_v
     names = ("width", "layers", "vocabulary", "heads", "KV heads", "head_dim_qk", "head_dim_v")
     return dict(zip(names, (width, len(blocks), vocab_size, *heads), strict=True))
+
+
+class FolderTokenizer:
+    """The tokenizer.json in a model's folder, with the interface of `Tokenizer`."""
+
+    def __init__(self, tokenizer: Any, config: Any) -> None:
+        """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence."""
+        ends = config.eos_token_id
+        self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
+        self.separator = int((ends[0] if isinstance(ends, list | tuple) else ends) or 0)
+        self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
+
+    def encode(self, text: bytes) -> Tensor:
+        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator.
+
+        Raises:
+            CheckpointError: if the model has no row for one of them.
+        """
+        return torch.tensor(self._ids(text), dtype=torch.int32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
+        """Return the ids of each of `texts`, followed by the separator."""
+        return [np.array([*self._ids(text), self.separator], np.int32) for text in texts]
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of `ids` `(num_tokens,)`; separator and pad are left out."""
+        return str(self._tokenizer.decode([index for index in ids.tolist() if index not in (self.separator, self.pad)]))
+
+    def _ids(self, text: bytes) -> list[int]:
+        # not verbose: callers compare the length with the model's positions
+        ids = list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False).input_ids)
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer in {self._tokenizer.name_or_path!r} gives the id {largest} (the model has ids 0 .. {self.vocab_size - 1}); "
+                "use the tokenizer of this model"
+            )
+        return ids
