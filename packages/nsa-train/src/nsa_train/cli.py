@@ -440,10 +440,10 @@ def verify(
 
     found = verification(path)
     for entry in found:
-        print(f"{'FAIL' if entry.problem else 'ok':4}  {entry.line}", file=sys.stderr if entry.problem else sys.stdout)
+        print(f"{'FAIL' if entry.is_damaged else 'ok':4}  {entry.line}", file=sys.stderr if entry.is_damaged else sys.stdout)
     if lost := lost_latest(path):
         warn(lost)
-    code = TrainError.exit_code if any(entry.problem for entry in found) else 0
+    code = TrainError.exit_code if any(entry.is_damaged for entry in found) else 0
     return Answer(code, {"checkpoints": [entry.content for entry in found], "warnings": [lost] if lost else []})
 
 

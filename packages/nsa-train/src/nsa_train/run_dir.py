@@ -37,8 +37,10 @@ class RunDirectory:
     fallbacks = _Below("fallback_counters.csv")
     """One row per logged step, counted from the start of the run; absent for the dense twin."""
 
-    heartbeat = _Below("heartbeat_rank0.jsonl")
-    """One JSON object per event of rank 0."""
+    @property
+    def heartbeat(self) -> Path:
+        """One JSON object per event of rank 0."""
+        return self.heartbeat_of(0)
 
     def heartbeat_of(self, rank: int) -> Path:
         """Return the file with one JSON object per event of `rank`."""

@@ -77,7 +77,8 @@ def read_records(folder: Path) -> Records:
         raise ConfigError(
             f"RUN_DIR={str(folder)!r} is no run (it lacks training.csv or config.toml); use the directory that nsa-train printed"
         )
-    events, newest = list(read_events(paths.heartbeat)), RankWatch(0)
+    events = list(read_events(paths.heartbeat))
+    newest = RankWatch(0)
     for event in events:
         newest = RankWatch(0) if event["msg"] == "boot" else newest
         newest.observe(event)

@@ -312,7 +312,7 @@ def test_a_file_system_that_is_full_leaves_the_checkpoint_before(small_disk: Pat
         save_on_and_on()
     assert saved
     assert _names(root) == ["latest", *sorted(f"step-{step}" for step in saved)]
-    assert all(not entry.problem for entry in listing(root))
+    assert all(not entry.is_damaged for entry in listing(root))
     assert latest_valid(root).step == saved[-1]
 
 

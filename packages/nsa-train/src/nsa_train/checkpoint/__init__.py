@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from nsa_train.checkpoint.writer import CheckpointWriter
 
 __all__ = ["CheckpointWriter", "capture", "load_model", "open_checkpoint", "restore", "resume_point"]
-_HOMES = dict.fromkeys(("load_model", "restore", "resume_point"), "resuming")
-_HOMES |= {"CheckpointWriter": "writer", "capture": "snapshot", "open_checkpoint": "store"}
+_HOMES = {
+    **dict.fromkeys(("load_model", "restore", "resume_point"), "resuming"),
+    "CheckpointWriter": "writer",
+    "capture": "snapshot",
+    "open_checkpoint": "store",
+}
 """Name -> its module, loaded when the name is first used: listing and verifying need no torch."""
 
 

@@ -23,9 +23,9 @@ class Entry(NamedTuple):
     """Its object with `--json`"""
 
     @property
-    def problem(self) -> str | None:
-        """Return what is wrong with it; None if it is sound."""
-        return self.content["problem"]
+    def is_damaged(self) -> bool:
+        """Whether there is a problem, which `content` names."""
+        return self.content["problem"] is not None
 
 
 def listing(path: Path) -> list[Entry]:

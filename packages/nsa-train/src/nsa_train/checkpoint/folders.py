@@ -11,7 +11,7 @@ from nsa_train.checkpoint.tensors import NAMED, read_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import listed_problems
+from nsa_train.settings.structuring import listed_problems
 
 HF_CONFIG = "config.json"
 MODEL_TYPE = "nsa_core"
@@ -21,7 +21,9 @@ NAMES = {
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
     "num_key_value_heads": "n_kv_heads",
-    **{name: name for name in ("head_dim_qk", "head_dim_v", "attention", "intermediate_size")},
+    "head_dim_qk": "head_dim_qk",
+    "head_dim_v": "head_dim_v",
+    "attention": "attention",
     "tie_word_embeddings": "tie_embeddings",
     "rms_norm_eps": "norm_eps",
 }
@@ -68,6 +70,7 @@ def model_tables(config: Any) -> dict[str, dict[str, Any]]:
         **{key: value for name, key in NAMES.items() if (value := getattr(config, name)) is not None},
         "layers": config.layers or [],
         "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
         "max_position": min(config.max_position_embeddings, LONGEST),
     }
     return {"model": model, "nsa": dict(config.nsa or {})}

@@ -9,13 +9,13 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nsa_train.checkpoint.layout import CONFIG, FILES, MANIFEST, STATE
 from nsa_train.checkpoint.schema import SCHEMA_VERSION, manifest_problems
 from nsa_train.errors import CheckpointError
 from nsa_train.files import MOST_MANIFEST, MOST_RECIPE, MOST_STATE, IrregularFileError, open_regular, parse_json, read_regular
-from nsa_train.settings.rules import listed_problems, short
+from nsa_train.settings.structuring import listed_problems, short
 
 MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
 """Maximum size in bytes of the files that are read into memory; a run writes no larger file."""
@@ -64,15 +64,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def verify_files(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Compare every file of `folder` with its manifest; return the manifest, and the verified bytes of config.toml and state.json by name.
+class Verified(NamedTuple):
+    """A checkpoint after every byte of it was read."""
+
+    manifest: dict[str, Any]
+    contents: dict[str, bytes]
+    """File name -> bytes of config.toml and state.json, so that later code uses the verified bytes."""
+
+
+def verify_files(folder: Path) -> Verified:
+    """Return the manifest and small files of `folder` after comparing every file with the manifest.
 
     Raises:
         CheckpointError: naming the first file that differs, with what was expected and found.
     """
     manifest = read_manifest(folder)
     contents = {name: _verified(folder / name, expected) for name, expected in manifest["files"].items()}
-    return manifest, {name: contents[name] for name in MOST}
+    return Verified(manifest, {name: contents[name] for name in MOST})
 
 
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
 from nsa_train.parallel.world import here
 from nsa_train.settings.config import RunConfig, structure, unstructure
-from nsa_train.settings.rules import listed_problems
+from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit."""

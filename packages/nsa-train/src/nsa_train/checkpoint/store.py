@@ -13,7 +13,7 @@ from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.files import parse_json
 from nsa_train.settings.config import RunConfig, structure
 from nsa_train.settings.recipe import parse_toml
-from nsa_train.settings.rules import listed_problems
+from nsa_train.settings.structuring import listed_problems
 
 
 @frozen(kw_only=True)

@@ -78,7 +78,12 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most
     highest = -1
     size = scanned = 0
     first_bad: list[Bad] = []
-    records = documents_of(_by_turns(parts, data.shuffle_seed), data.on_bad_record, lambda bad: first_bad or first_bad.append(bad))
+
+    def note(bad: Bad) -> None:
+        if not first_bad:
+            first_bad.append(bad)
+
+    records = documents_of(_by_turns(parts, data.shuffle_seed), data.on_bad_record, note)
     # a token of BPE holds about four bytes
     token_bytes = 1 if data.tokenizer == "byte" else 4
     for record in records:

@@ -60,6 +60,7 @@ class RowLane(Consumed):
     """Rows number, number + count, ... of a corpus in memory."""
 
     def __init__(self, rows: RowSequence, *, number: int, count: int) -> None:
+        """Lane `number` of `count`."""
         super().__init__()
         self._rows, self._number, self._count = rows, number, count
         self._taken = 0

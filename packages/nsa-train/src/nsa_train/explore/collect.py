@@ -67,14 +67,16 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
             stack.callback(setattr, layer, "registry", layer.registry)
             layer.registry = registry_of(choice)
         decoder.hidden(decoder.embedding(ids[None]))
-    records = {index: _record(index, layer, *noted) for (index, layer), *noted in zip(sparse.items(), choices, notes, strict=True)}
+    passes = zip(sparse.items(), choices, notes, strict=True)
+    records = {index: _record(index, layer, choice, note) for (index, layer), choice, note in passes}
     if twin is not None:
         with torch.inference_mode():
             inputs, rows = attention_inputs(twin, ids), torch.arange(len(ids))
             for index, record in records.items():
                 if record.scores is not None and record.geometry is not None:
                     dense: Any = twin.blocks[index]
-                    mass = block_mass(*dense.attention.queries_keys(inputs[index]), rows, geometry=record.geometry)
+                    q, k = dense.attention.queries_keys(inputs[index])
+                    mass = block_mass(q, k, rows, geometry=record.geometry)
                     records[index] = evolve(record, dense_mass=_finite(mass, index, "dense attention"))
     return [records.get(index, LayerRecord(index=index)) for index in range(len(attentions))]
 

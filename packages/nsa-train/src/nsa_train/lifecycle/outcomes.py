@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from nsa_core.errors import NSAError
 from nsa_train.errors import (
@@ -156,7 +156,7 @@ def joint_code(folder: Path) -> int:
 
 
 @contextmanager
-def handled(handlers: Mapping[int, Callable[[int, FrameType | None], Any]]) -> Iterator[None]:
+def handled(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
     """Let `handlers`, by signal, handle signals while the block runs. A signal that the caller's shell ignores stays ignored."""
     wanted = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}

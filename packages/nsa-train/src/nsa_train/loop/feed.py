@@ -56,6 +56,7 @@ class Feed:
     """
 
     def __init__(self, stream: TrainingStream, accumulate: int) -> None:
+        """Read nothing yet."""
         self._stream, self._accumulate = stream, accumulate
         self.position: Mapping[str, Any] = stream.state_dict()
 

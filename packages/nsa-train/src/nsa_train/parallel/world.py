@@ -1,4 +1,4 @@
-"""The processes of a run, and tensors that they share. They exchange decisions over gloo, from host to host, so that no decision waits for a GPU."""
+"""The processes of a run, which exchange decisions over gloo, from host to host, so that no decision waits for a GPU; and sharded tensors."""
 
 import json
 import re

@@ -61,9 +61,7 @@ def _warnings(dataset: Dataset) -> list[str]:
 
 def needs_of(data: DataTable) -> tuple[str, ...]:
     """Return a line for each thing that `data` needs and that does not come with nsa-train. Opens nothing."""
-    packages = listed(
-        f"{name} ({'installed' if find_spec(name) else 'missing; pip install ' + name.replace('_', '-')})" for name in packages_of(data)
-    )
+    packages = listed(f"{name} ({_state(name)})" for name in packages_of(data))
     lines = (_corpus(data), _tokenizer(data), f"packages: {packages}" if packages else None)
     return tuple(line for line in lines if line is not None)
 
@@ -102,3 +100,7 @@ def _tokenizer(data: DataTable) -> str | None:
     if data.tokenizer == "byte" or data.source in IDS:
         return None
     return f"tokenizer: {data.tokenizer}, from tiktoken's cache or download; or a file, data.tokenizer_path"
+
+
+def _state(name: str) -> str:
+    return "installed" if find_spec(name) else f"missing; pip install {name.replace('_', '-')}"

@@ -19,8 +19,9 @@ BYTES_PER_PARAMETER = 12
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
     """Check that `out_dir` belongs to this run, can be written, is not used by a running one, and holds no .HALT."""
-    existing, above = nearest_existing(out_dir), map(RunDirectory, out_dir.absolute().parents)
-    around = next((run.root for run in above if run.config.is_file() and run.heartbeat.is_file()), None)
+    existing = nearest_existing(out_dir)
+    runs_above = (run for run in map(RunDirectory, out_dir.absolute().parents) if run.config.is_file() and run.heartbeat.is_file())
+    around = next(runs_above, None)
     if not is_utf_8(str(out_dir)):
         findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
     elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
@@ -41,7 +42,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(absent)
     elif around is not None:
         findings.failed.append(
-            f"--out={str(out_dir)!r} is inside the run {str(around)!r} (runs must not be nested); name a directory outside it"
+            f"--out={str(out_dir)!r} is inside the run {str(around.root)!r} (runs must not be nested); name a directory outside it"
         )
     else:
         findings.passed.append(f"out: {out_dir} {'goes on' if resuming else 'is free'}")

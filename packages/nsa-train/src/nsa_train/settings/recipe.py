@@ -15,7 +15,8 @@ import tomli_w
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECIPE, as_text, read_regular
 from nsa_train.settings.config import RunConfig, keys_like, listed, refusal, structure, unstructure
-from nsa_train.settings.rules import is_utf_8, short
+from nsa_train.settings.rules import is_utf_8
+from nsa_train.settings.structuring import short
 
 MOST_PARTS = 8
 """Maximum parts in the key of a --set; the longest key of a recipe has three."""

@@ -1,8 +1,7 @@
-"""Rules of the keys of a recipe's tables, as data: a test, its noun phrase for messages, a value that passes; lists of problems."""
+"""Rules of the keys of a recipe's tables, as data: a test, its noun phrase for messages, a value that passes."""
 
 import difflib
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -19,15 +18,15 @@ class Rule:
 
     holds: Callable[[Any], bool]
     text: str
-    example: str = ""
+    example: str
     names: tuple[str, ...] = ()
     """All valid values, if only a few names are valid."""
 
     def refusal(self, key: str, value: object, *, instead: object = None) -> str:
         """Return the message that refuses `value` of `key`.
 
-        It suggests the name that is most similar to `value`; without one `instead`, such as the recipe's own value, if that is valid and not
-        a bool; else the example.
+        It suggests the name that is most similar to `value`. If none is similar, it suggests `instead`, such as the recipe's own value, if that
+        is valid and not a bool; else the example.
         """
         is_usable = isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
         near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
@@ -45,14 +44,6 @@ MOST_SEED = 2**63 - 1
 """The largest seed that every generator and TOML support."""
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600
 """Bounds of a wait."""
-SHOWN = 80
-"""Maximum characters of a value, or of an unknown key, in a message."""
-LISTED = 5
-"""Maximum problems in a message; the others are counted."""
-MOST_LEVELS = 8
-"""Maximum nesting of tables and lists where a file may hold any values."""
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
 def is_number(value: object, *, at_least: float, at_most: float) -> bool:
@@ -60,37 +51,26 @@ def is_number(value: object, *, at_least: float, at_most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= at_most
 
 
-def integers(at_least: int, at_most: int, *, example: str = "") -> Rule:
-    """Return the rule of an integer in these bounds, both inclusive."""
+def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds an integer in these bounds, both inclusive."""
 
     def holds(value: Any) -> bool:
         return isinstance(value, int) and is_number(value, at_least=at_least, at_most=at_most)
 
-    return Rule(holds, f"an integer from {at_least} to {at_most:,}", example)
-
-
-def numbers(at_least: float, at_most: float) -> Rule:
-    """Return the rule of a number in these bounds, both inclusive."""
-    return Rule(lambda value: is_number(value, at_least=at_least, at_most=at_most), f"a number from {at_least:g} to {at_most:,}")
-
-
-def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
-    """Return a field that holds an integer in these bounds, both inclusive."""
-    return _key(integers(at_least, at_most, example=str(example)), default)
+    return _key(Rule(holds, f"an integer from {at_least} to {at_most:,}", str(example)), default)
 
 
 def number(
     *, at_least: float, at_most: float, example: float, default: Any = attrs.NOTHING, or_zero: bool = False, or_inf: bool = False
 ) -> Any:
-    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, inf with `or_inf`, and None if `default` is."""
-    rule = numbers(at_least, at_most)
+    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, inf with `or_inf`, and None if `default` is None."""
+    ranges = [(at_least, at_most), *([(0.0, 0.0)] if or_zero else []), *([(math.inf, math.inf)] if or_inf else [])]
 
     def holds(value: Any) -> bool:
-        if value is None:
-            return default is None
-        return rule.holds(value) or (not isinstance(value, bool) and ((or_zero and value == 0) or (or_inf and value == math.inf)))
+        return (value is None and default is None) or any(is_number(value, at_least=low, at_most=high) for low, high in ranges)
 
-    return _key(Rule(holds, f"{'0 or ' if or_zero else ''}{rule.text}{', or inf (no limit)' if or_inf else ''}", str(example)), default)
+    text = f"{'0 or ' if or_zero else ''}a number from {at_least:g} to {at_most:,}{', or inf (no limit)' if or_inf else ''}"
+    return _key(Rule(holds, text, str(example)), default)
 
 
 def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> Any:
@@ -170,23 +150,3 @@ class Table:
     def broken_pairs(self) -> list[str]:
         """Return a line for each rule between keys of this table that does not hold."""
         return []
-
-
-def listed_problems(problems: list[str], *, most: int = LISTED) -> str:
-    """Return `problems` for a message of one line: the first ones, at most `most`, and how many more there are."""
-    more = len(problems) - most
-    return "; ".join(problems[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
-def short(value: object) -> str:
-    """Return `value` for a message: the beginning of a long value, the outer levels of a nested one."""
-    text = _BRIEF.repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
-    """Return whether at most `levels` tables and lists are nested in `value`; a deeper value could not be written again."""
-    if not isinstance(value, dict | list):
-        return True
-    inside = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(is_shallow(item, levels - 1) for item in inside)

@@ -1,6 +1,7 @@
 """Compare tables that were read as JSON with the attrs classes that describe them, and list every problem with its path."""
 
 import re
+import reprlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, cast
@@ -9,7 +10,16 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from nsa_train.settings.rules import MOST_LEVELS, Rule, integer, is_number, is_shallow, short
+from nsa_train.settings.rules import Rule, integer, is_number
+
+SHOWN = 80
+"""Maximum characters of a value, or of an unknown key, in a message."""
+LISTED = 5
+"""Maximum problems in a message; the others are counted."""
+MOST_LEVELS = 8
+"""Maximum nesting of tables and lists where a file may hold any values."""
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
 class _RefusedError(ValueError):
@@ -23,6 +33,18 @@ def problems_of(values: object, kind: type, path: str) -> list[str]:
     except (cattrs.ClassValidationError, _RefusedError) as error:
         return list(_problems(error, path))
     return []
+
+
+def listed_problems(problems: list[str], *, most: int = LISTED) -> str:
+    """Return `problems` for a message of one line: the first ones, at most `most`, and how many more there are."""
+    more = len(problems) - most
+    return "; ".join(problems[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def short(value: object) -> str:
+    """Return `value` for a message: the beginning of a long value, the outer levels of a nested one."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def count(most: int) -> Any:
@@ -48,6 +70,14 @@ def is_count(value: object, *, most: int) -> bool:
 def anything() -> Any:
     """Return a field that holds a table of any values, nested at most 8 deep."""
     return ruled(lambda value: isinstance(value, dict) and is_shallow(value), f"a table nested at most {MOST_LEVELS} deep")
+
+
+def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
+    """Return whether at most `levels` tables and lists are nested in `value`; a deeper value could not be written again."""
+    if not isinstance(value, dict | list):
+        return True
+    inside = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(is_shallow(item, levels - 1) for item in inside)
 
 
 def ruled(holds: Callable[[Any], bool], what: str) -> Any:

@@ -135,6 +135,7 @@ class BranchTimes:
     """Milliseconds of the forward calls of each operation, summed over layers and micro-batches."""
 
     def __init__(self) -> None:
+        """Start without a call."""
         self._host_ms: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

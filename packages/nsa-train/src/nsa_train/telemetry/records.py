@@ -26,7 +26,6 @@ from nsa_train.files import (
 )
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
-from nsa_train.settings.rules import integers, numbers
 
 TRAINING_COLUMNS = (
     *("step", "loss", "ppl", "lr", "toks_per_s", "grad_norm", "fetch_ms"),
@@ -54,9 +53,6 @@ EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_
 """Figures with nine significant digits, which distinguish any two float32 values; the others have six."""
 MOST = 2**53
 """No count and no time in seconds exceeds this."""
-_is_count = integers(0, MOST - 1).holds
-# a float's range, which an integer of JSON may leave
-_is_number = numbers(-1e300, 1e300).holds
 SHOWN = 3
 """Maximum lines of a file that a message numbers; the others are counted."""
 
@@ -319,6 +315,15 @@ def _is_event(event: Mapping[str, Any]) -> bool:
         and all(isinstance(event.get(name) or {}, dict) for name in TABLES_OF_EVENTS)
         and all(value is None or _is_number(value) for value in (*figures.values(), *shares.values()))
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _is_number(value: object) -> bool:
+    # a float's range, which an integer of JSON may leave
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def damaged_records(paths: RunDirectory) -> list[str]:
