@@ -321,3 +321,37 @@ def test_a_folder_that_holds_no_model_of_ours_is_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="cannot be loaded .*; name a run, or a folder that an export wrote"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda text: text.replace('"num_hidden_layers": 2', '"num_hidden_layers": "2"'), "expected int, got str"),
+        ("tokenizer.json", lambda text: '{"version": "1.0"}', "has no tokenizer that can be read"),
+        ("tokenizer.json", lambda text: "not JSON", "has no tokenizer that can be read"),
+    ],
+)
+def test_a_damaged_text_file_of_a_folder_is_an_error_of_one_line(
+    saved: Callable[..., Path], tmp_path: Path, name: str, change: Callable[[str], str], message: str
+) -> None:
+    folder = tmp_path / "exported"
+    assert run_command(["ckpt", "export", str(saved()), str(folder), "--format", "hf"]) == 0
+    (folder / name).write_text(change((folder / name).read_text()))
+    with pytest.raises(CheckpointError, match=f"cannot be loaded .*{message}") as raised:
+        open_model(folder)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_tokenizer_with_ids_that_the_model_lacks_is_refused(
+    saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = tmp_path / "exported", tmp_path / "text.txt"
+    assert run_command(["ckpt", "export", str(saved()), str(folder), "--format", "hf"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["wall"])
+    tokenizer.save_pretrained(folder)
+    text.write_text("9 on wall 3")
+    for words in (["explore", str(folder), "-o", str(tmp_path / "x.html")], ["eval", str(folder), "--tasks", "loss-by-position"]):
+        assert run_command([*words, "--text", str(text)]) == 1
+        assert "gives the id 258 (the model has ids 0 .. 257); use the tokenizer of this model" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()

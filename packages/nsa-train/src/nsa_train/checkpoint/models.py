@@ -70,6 +70,8 @@ def _without_weights(build: Callable[[], Decoder]) -> Decoder:
 
 def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     require_installed(f"the model at {str(folder)!r}")
+    from huggingface_hub.errors import StrictDataclassError
+
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
     from nsa_transformers.tokenizer import tokenizer_of
 
@@ -81,7 +83,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
         )
         tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for foreign files
-    except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
+    except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
@@ -98,7 +100,11 @@ class FolderTokenizer:
         self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
 
     def encode(self, text: bytes) -> Tensor:
-        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
+        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator.
+
+        Raises:
+            CheckpointError: if the model has no row for one of them.
+        """
         return torch.tensor(self._ids(text), dtype=torch.int32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
@@ -110,4 +116,11 @@ class FolderTokenizer:
         return str(self._tokenizer.decode([index for index in ids.tolist() if index not in (self.separator, self.pad)]))
 
     def _ids(self, text: bytes) -> list[int]:
-        return list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids)
+        # not verbose: callers compare the length with the model's positions
+        ids = list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False).input_ids)
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer in {self._tokenizer.name_or_path!r} gives the id {largest} (the model has ids 0 .. {self.vocab_size - 1}); "
+                "use the tokenizer of this model"
+            )
+        return ids
