@@ -77,7 +77,7 @@ def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_ke
 
 
 def labels_that_follow_tokens(labels: Tensor, mask: Tensor, ignored: int) -> Tensor:
-    """Return `labels` `(B, S)` with `ignored` behind padding of `mask` `(B, past + S)`: its logits have seen the tokens of the row."""
+    """Return `labels` `(B, S)` with `ignored` for tokens that follow padding in `mask` `(B, past + S)`: logits of padding have seen the row."""
     follows_padding = mask[:, -labels.shape[1] : -1] == 0
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(follows_padding, ignored)], 1)
 

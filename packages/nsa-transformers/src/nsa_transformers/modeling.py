@@ -272,7 +272,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
 
-        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. A token behind padding does not count.
+        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. A token that follows padding does not count.
         `NSAModel.forward` describes the other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
