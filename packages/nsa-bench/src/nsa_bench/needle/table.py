@@ -38,7 +38,7 @@ def run_needle(
         raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
     plan, root = load_plan(name, out, overrides)
     chosen = _named(plan, arms)
-    output.check_files()
+    output.check_files(png_file)
 
     def write() -> list[dict[str, Any]]:
         results = [arm_result(plan, arm, root) for arm in plan.arms]
