@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from nsa_bench.options import ResultFiles
-from nsa_bench.results import Output, write_csv, write_json
+from nsa_bench.results import Output, check_writable, write_csv, write_json
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path):
@@ -71,3 +72,14 @@ def test_a_check_of_files_leaves_none_behind(tmp_path):
     with pytest.raises(FileNotFoundError):
         Output(ResultFiles(json_file=tmp_path / "new.json", csv_file=tmp_path / "none" / "a.csv")).check_files()
     assert not (tmp_path / "new.json").exists()
+
+
+def test_a_pipe_that_has_no_path_can_be_written():
+    reader, writer = os.pipe()
+    try:
+        check_writable([Path(f"/dev/fd/{writer}")])
+        write_json(Path(f"/dev/fd/{writer}"), {"rows": [1]})
+        assert json.loads(os.read(reader, 100)) == {"rows": [1]}
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -92,12 +92,12 @@ def check_writable(paths: Iterable[Path]) -> None:
         OSError: if one cannot be written.
     """
     for path in paths:
-        # the target of a link, which may not exist yet
-        target = Path(os.path.realpath(path))
-        is_new = not target.exists()
-        target.open("ab").close()
+        is_new = not path.exists()
+        # by its own name: /dev/stdout may lead to a pipe, which has no path
+        path.open("ab").close()
         if is_new:
-            target.unlink()
+            # through a link, its target was made
+            path.resolve().unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

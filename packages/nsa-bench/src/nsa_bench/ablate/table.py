@@ -176,7 +176,7 @@ def _checked(figures: dict[str, Any]) -> TrialResult:
     buckets = [bucket[name] for bucket in result.by_position for name in ("first", "last", "targets", "loss", "right")]
     numbers = (result.steps, result.tokens, result.parameters, *(getattr(result, name) for name in AVERAGED), *buckets)
     if not (curve and result.by_position and all(math.isfinite(number) for number in (*numbers, *(loss for _, loss in curve)))):
-        raise ValueError("a figure is missing")
+        raise ValueError("a figure is missing or not finite")
     return result
 
 
