@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import GenerateOptions
+from nsa_bench.reporting import collect
 from nsa_bench.results import Output, number
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
@@ -137,17 +138,14 @@ def make_generate_cases(options: GenerateOptions) -> tuple[GenerateCase, ...]:
 
 def run_generate(options: GenerateOptions, output: Output) -> list[GenerateResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    cases, device = make_generate_cases(options), find_device(options.device)
-    output.check_files()
-    results: list[GenerateResult] = []
-    common = common_columns(output.environment)
-    for case in cases:
-        results.append(measure_generate(case, device))
-        output.say(f"{case}: " + ", ".join(f"{way} {number(results[-1].tokens_per_second(way))}" for way in WAYS) + " tokens/s")
-        for way, reason in results[-1].reasons.items():
-            output.say(f"{way}: {reason}")
-        rows = [row for one in results for row in to_rows(one, common)]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def lines(one: GenerateResult) -> str:
+        rates = ", ".join(f"{way} {number(one.tokens_per_second(way))}" for way in WAYS)
+        return "\n".join([f"{one.case}: {rates} tokens/s", *(f"{way}: {reason}" for way, reason in one.reasons.items())])
+
+    device = find_device(options.device)
+    found = (measure_generate(case, device) for case in make_generate_cases(options))
+    results = collect(found, attrs.asdict(options), output, lines, to_rows)
     output.show(generate_table(results))
     return results
 
@@ -362,20 +360,21 @@ class FullCacheAttention(DenseAttention):
         return out
 
 
-def to_rows(one: GenerateResult, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per way."""
+def to_rows(results: list[GenerateResult], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the files: a row per case and way."""
+    return {"rows": [_row(one, way, common) for one in results for way in WAYS]}
+
+
+def _row(one: GenerateResult, way: str, common: dict[str, Any]) -> dict[str, Any]:
     case, shape = one.case, one.case.shape
-    return [
-        {
-            "way": way, "prompt": case.prompt, "new_tokens": case.new_tokens, "batch": case.batch, "num_layers": case.num_layers,
-            "hidden_size": case.hidden_size, "vocab_size": case.vocab_size, "shape": shape.name, "heads": shape.num_heads,
-            "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
-            "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
-            "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
-            "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
-        }
-        for way in WAYS
-    ]  # fmt: skip
+    return {
+        "way": way, "prompt": case.prompt, "new_tokens": case.new_tokens, "batch": case.batch, "num_layers": case.num_layers,
+        "hidden_size": case.hidden_size, "vocab_size": case.vocab_size, "shape": shape.name, "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
+        "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
+        "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
+    }  # fmt: skip
 
 
 def generate_table(results: list[GenerateResult]) -> Table:

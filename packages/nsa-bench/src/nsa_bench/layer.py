@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import LayerOptions
+from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
 from nsa_bench.routes import CallRecorder, RouteRecorder
 from nsa_core.blocks import predicted_reads
@@ -131,16 +132,13 @@ def _steps(device: torch.device) -> int:
 
 def run_layer(options: LayerOptions, output: Output) -> list[LayerResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    cases, device = make_layer_cases(options), find_device(options.device)
-    output.check_files()
-    results: list[LayerResult] = []
-    common = common_columns(output.environment)
-    for result in _measured(cases, device):
-        results.append(result)
-        best = result.times.get("captured", result.times.get("eager"))
-        output.say(f"{result.case}: {result.failure or f'{number(best)} ms a step'}")
-        rows = [to_row(one, common) for one in results]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def line(one: LayerResult) -> str:
+        best = one.times.get("captured", one.times.get("eager"))
+        return f"{one.case}: {one.failure or f'{number(best)} ms a step'}"
+
+    found = _measured(make_layer_cases(options), find_device(options.device))
+    results = collect(found, attrs.asdict(options), output, line, in_rows(to_row))
     output.show(layer_table(results))
     return results
 
