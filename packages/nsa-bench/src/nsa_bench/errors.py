@@ -30,11 +30,6 @@ class TrainerError(BenchError):
         self.exit_code = exit_code
 
 
-def has_trainer() -> bool:
-    """Return True if nsa-train, an extra of this package, is installed."""
-    return find_spec("nsa_train") is not None
-
-
 @contextmanager
 def trainer_for(verb: str) -> Iterator[None]:
     """Allow the command `verb` to use nsa-train in the block.
@@ -43,7 +38,7 @@ def trainer_for(verb: str) -> Iterator[None]:
         OptionError: if nsa-train is not installed.
         TrainerError: if nsa-train refuses something, or fails.
     """
-    if not has_trainer():
+    if find_spec("nsa_train") is None:
         raise OptionError(f"{verb} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
     from nsa_train.errors import TrainError
 
@@ -65,7 +60,7 @@ def require_transformers(verb: str) -> None:
 
 def shipped_recipes() -> Iterable[str]:
     """Return the names of nsa-train's recipes; no names if it is not installed."""
-    if not has_trainer():
+    if find_spec("nsa_train") is None:
         return ()
     from nsa_train.settings.recipe import shipped_recipes
 

@@ -26,13 +26,19 @@ class ResultFiles:
     csv_file: Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")] = None
 
 
-@Parameter(name="*")
 @frozen(kw_only=True)
-class AttentionOptions:
-    """The options of `attention`; None if one was not given."""
+class MeasuredOn:
+    """The options of most commands that measure."""
 
     device: Device = None
     dtype: DType = None
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class AttentionOptions(MeasuredOn):
+    """The options of `attention`; None if one was not given."""
+
     lengths: Lengths = None
     shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas; P,L,M,S by default.")] = None
     operations: Annotated[str | None, Parameter(help="Some of nsa, cmp, select, slc, win; all by default, nsa for a sweep.")] = None
@@ -50,11 +56,9 @@ class AttentionOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class CompareOptions:
+class CompareOptions(MeasuredOn):
     """The options of `compare`."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Lengths = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w; the peers share l = d = l' only.")] = "64/64/64/16/512"
@@ -64,11 +68,9 @@ class CompareOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class DecodeOptions:
+class DecodeOptions(MeasuredOn):
     """The options of `decode`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 4k to 128k, on cpu 256 by default.")] = (
         None
     )
@@ -88,11 +90,9 @@ class DecodeOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class LayerOptions:
+class LayerOptions(MeasuredOn):
     """The options of `layer`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 64k, on cpu 256 by default.")] = None
     batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 2 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L"
@@ -104,11 +104,9 @@ class LayerOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class GenerateOptions:
+class GenerateOptions(MeasuredOn):
     """The options of `generate`; None if one was not given. The sizes are those of the recipe `125m`."""
 
-    device: Device = None
-    dtype: DType = None
     prompt: Annotated[str | None, Parameter(help="Tokens of a prompt, k for 1024. On cuda 8k,16k,64k, on cpu 128 by default.")] = None
     batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 1 by default.")] = None
     new: Annotated[int, Parameter(help="New tokens that are timed; five more come before them.")] = 64
@@ -121,11 +119,9 @@ class GenerateOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class PrefillOptions:
+class PrefillOptions(MeasuredOn):
     """The options of `prefill`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens of the prompt, k for 1024. On cuda 64k, on cpu 512 by default.")] = None
     tile: Annotated[str | None, Parameter(help="Tokens per tile. On cuda 4096, on cpu 64 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "M"
@@ -135,11 +131,9 @@ class PrefillOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class SelectOptions:
+class SelectOptions(MeasuredOn):
     """The options of `select`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Lengths = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
     sequences: Annotated[int, Parameter(help="Packed sequences of the varlen rows, of growing lengths.")] = 8
@@ -149,11 +143,9 @@ class SelectOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class ThresholdOptions:
+class ThresholdOptions(MeasuredOn):
     """The options of `thresholds`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024. On cuda 256 to 16k, on cpu 128,256 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
     operations: Annotated[str, Parameter(help="Some of nsa, cmp, select, slc, win.")] = "nsa,cmp,select,slc,win"
