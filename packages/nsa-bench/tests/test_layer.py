@@ -52,14 +52,14 @@ def test_each_case_is_timed_without_and_with_counted_reads(tmp_path: Path, capsy
 
 
 def gate_weights() -> int:
-    built = NativeSparseAttention(cases_of()[0].config())
+    built = NativeSparseAttention(cases_of()[0].config)
     return sum(weight.numel() for weight in built.gate.parameters())
 
 
 def test_the_cache_is_filled_by_the_layer_and_holds_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "FILL_TOKENS", 14)
     case = cases_of(context="60", batch="2")[1]
-    built = NativeSparseAttention(case.config()).eval()
+    built = NativeSparseAttention(case.config).eval()
     with torch.no_grad():
         steps = LayerSteps(built, case, torch.device("cpu"), step_graphs=False)
         taken = layer.steps_of_a_cache(torch.device("cpu"))
@@ -74,7 +74,7 @@ def test_the_cache_is_filled_by_the_layer_and_holds_every_step(monkeypatch: pyte
 def test_repeated_operations_of_a_step_append_and_attend_and_change_nothing() -> None:
     case = cases_of()[0]
     registry = RouteRecorder.of_installed()
-    built = NativeSparseAttention(case.config(), registry=registry).eval()
+    built = NativeSparseAttention(case.config, registry=registry).eval()
     steps = LayerSteps(built, case, torch.device("cpu"), step_graphs=False)
     recorded = steps.operations(torch.ones(2, 1, 32))
     assert recorded.operations[0] is Operation.APPEND
@@ -90,7 +90,7 @@ def test_repeated_operations_of_a_step_append_and_attend_and_change_nothing() ->
 
 def test_all_linear_maps_of_a_step_are_timed() -> None:
     for kv, projections in (("separate", 7), ("shared", 3)):
-        built = NativeSparseAttention(cases_of(kv=kv)[0].config())
+        built = NativeSparseAttention(cases_of(kv=kv)[0].config)
         maps = linear_maps(built)
         assert len(maps) == projections + 2
         weights = {id(weight) for map_ in maps for weight in map_.parameters()}
@@ -110,7 +110,7 @@ def test_wrong_reads_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_one_wrong_count_of_a_sequence_is_found() -> None:
     case = cases_of()[1]
-    steps = LayerSteps(NativeSparseAttention(case.config()).eval(), case, torch.device("cpu"), step_graphs=False)
+    steps = LayerSteps(NativeSparseAttention(case.config).eval(), case, torch.device("cpu"), step_graphs=False)
     for _ in range(layer.CHECKED_STEPS):
         steps.step(torch.zeros(2, 1, 32))
     assert steps.wrong_reads() == []

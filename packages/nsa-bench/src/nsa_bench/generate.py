@@ -157,13 +157,13 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     ways: dict[str, Callable[[GenerateCase, torch.device], dict[str, Any]]] = {
         "nsa": _nsa, "nsa graph": _nsa_by_graph, "dense graph": _dense_by_graph, "transformers": _by_transformers,
     }  # fmt: skip
-    for way in WAYS:
+    for way, measure in ways.items():
         # sizes of earlier cases would be compiled as symbols, and a compiled model is a cycle of references
         torch.compiler.reset()
         gc.collect()
         free_cached_memory(device)
         try:
-            found = ways[way](case, device)
+            found = measure(case, device)
         except Exception as error:  # noqa: BLE001 - one way's failure is a result, not the end of the others
             result = attrs.evolve(result, reasons=result.reasons | {way: describe_failure(error)})
             continue
@@ -245,15 +245,30 @@ def _nsa_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
     return times
 
 
-class NSAStep(nn.Module):
-    """A step of an NSA decoder over static caches: the next token of every sequence, which the caches take."""
+class Step(nn.Module):
+    """A step of a decoder: the next token of every sequence."""
+
+    def __init__(self, decoder: Decoder, batch: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.register_buffer("ids", torch.zeros(batch, 1, dtype=torch.long), persistent=False)
+
+    def logits(self) -> Tensor:
+        """Return the logits `(B, 1, vocab_size)` of the current ids."""
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        """Return the next ids `(B, 1)`, which the next call reads."""
+        return self.get_buffer("ids").copy_(self.logits()[:, -1].argmax(-1, keepdim=True))
+
+
+class NSAStep(Step):
+    """A step of an NSA decoder over static caches, which take its token."""
 
     def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig`."""
-        super().__init__()
+        super().__init__(Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()]), case.batch)
         self.case = case
-        self.decoder = Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()])
-        self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
         self.caches: list[Any] = []
 
     def fill(self) -> None:
@@ -262,11 +277,10 @@ class NSAStep(nn.Module):
         self.caches = self.decoder.new_caches(case.batch, case.prompt + ROOM, static=True, count_reads=False)
         self.decoder.hidden(self.decoder.embedding(torch.randint(0, case.vocab_size, (case.batch, case.prompt))), caches=self.caches)
 
-    def forward(self) -> Tensor:
-        """Return the next ids `(B, 1)`, which the next call reads."""
-        ids = self.get_buffer("ids")
-        logits: Tensor = self.decoder(ids, caches=self.caches)
-        return ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
+    def logits(self) -> Tensor:
+        """Return the logits of the current ids, which the caches take."""
+        found: Tensor = self.decoder(self.get_buffer("ids"), caches=self.caches)
+        return found
 
 
 def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -294,14 +308,13 @@ def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
     return {"kernel": kernel, "step_ms": times[kernel]}
 
 
-class DenseStep(nn.Module):
-    """A step of a dense decoder over full caches of random numbers: the next token of every sequence, again and again at the same position."""
+class DenseStep(Step):
+    """A step of a dense decoder over full caches of random numbers, again and again at the same position."""
 
     def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig` of dense layers."""
-        super().__init__()
-        self.decoder = Decoder(config.sizes(), [partial(FullCacheAttention, layer.config, case) for layer in config.decoder_layers()])
-        self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
+        layers = [partial(FullCacheAttention, layer.config, case) for layer in config.decoder_layers()]
+        super().__init__(Decoder(config.sizes(), layers), case.batch)
 
     def kernels(self) -> list[str]:
         """Return the names of the dense kernels that may serve."""
@@ -319,13 +332,9 @@ class DenseStep(nn.Module):
             attention.kernel = kernel
 
     def logits(self) -> Tensor:
-        """Return the logits `(B, 1, vocab_size)` of the current ids."""
+        """Return the logits of the current ids."""
         found: Tensor = self.decoder(self.get_buffer("ids"))
         return found
-
-    def forward(self) -> Tensor:
-        """Return the next ids `(B, 1)`, which the next call reads."""
-        return self.get_buffer("ids").copy_(self.logits()[:, -1].argmax(-1, keepdim=True))
 
 
 class FullCacheAttention(DenseAttention):

@@ -19,7 +19,7 @@ from nsa_bench.attention.sweep import short_lengths
 from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, lengths_of, parse_geometry, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.inputs import positions_of
-from nsa_bench.measurement import Direction, Job, Setup, Timing, describe_failure, free_cached_memory, replay_of, time_call
+from nsa_bench.measurement import Direction, Job, Setup, Timing, describe_failure, free_cached_memory, replay_of, time_call, timing_columns
 from nsa_bench.options import SelectOptions
 from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
@@ -150,13 +150,12 @@ def _choice(case: Case, name: str, device: torch.device, registry: RouteRecorder
 
 def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
     """Return a row of the files; None is a value that was not measured."""
-    case, timing = one.case, one.timing
-    times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
+    case = one.case
     return {
         "part": one.part, "layout": one.layout, "shape": case.shape.name, "num_heads": case.shape.num_heads,
         "num_kv_heads": case.shape.num_kv_heads, "head_dim_qk": case.shape.head_dim_qk, "seq_len": case.seq_len,
         "num_sequences": len(case.sequence_lengths), "rows": one.rows, "geometry": geometry_text(case.geometry),
-        "dtype": str(case.dtype).removeprefix("torch."), "backend": one.backend, **times,
+        "dtype": str(case.dtype).removeprefix("torch."), "backend": one.backend, **timing_columns(one.timing),
         "near_ties": one.near_ties, "reason": one.absent or one.reason, **common,
     }  # fmt: skip
 
