@@ -220,7 +220,7 @@ class Measurement:
 def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
     """Return the measurement as one flat row, the same keys for every one; `common` is machine, versions and commit."""
     case, shape, check = measurement.case, measurement.case.shape, measurement.check
-    checked = {"error": None, "error_of": None, "limit_used": None, "near_ties": None, "error_against": None}
+    checked: dict[str, Any] = {"error": None, "error_of": None, "limit_used": None, "near_ties": None, "error_against": None}
     if check is not None:
         checked = {
             "error": finite(check.error), "error_of": check.error_of, "limit_used": finite(check.limit_used), "near_ties": check.near_ties,
