@@ -417,7 +417,7 @@ class NativeSparseAttention(nn.Module):
         config = self.config
         has_compressed = None
         # small operations dominate the time of a step
-        if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
+        if config.gate != "sigmoid" or self.telemetry is not None:
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)
@@ -437,4 +437,4 @@ class NativeSparseAttention(nn.Module):
         present = tuple(observer for observer in observers if observer is not None)
         call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
         absent = tuple(name for name in BRANCHES if name not in config.branches)
-        return attend_branches(queries, keys, gates, absent, call, is_known=is_known)
+        return attend_branches(queries, keys, gates, absent, call, is_known=is_known, are_gates_closed=True)
