@@ -59,3 +59,15 @@ def test_the_target_of_a_link_is_replaced_and_a_pipe_is_written_to(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"rows": [1]}
     write_json(Path("/dev/null"), {"rows": [1]})
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_check_of_files_leaves_none_behind(tmp_path):
+    there, link = tmp_path / "a.json", tmp_path / "link.csv"
+    there.write_text("mine")
+    link.symlink_to(tmp_path / "b.csv")
+    Output(ResultFiles(json_file=there, csv_file=link)).check_files(tmp_path / "c.png", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "link.csv"]
+    assert there.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        Output(ResultFiles(json_file=tmp_path / "new.json", csv_file=tmp_path / "none" / "a.csv")).check_files()
+    assert not (tmp_path / "new.json").exists()

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from nsa_bench.errors import OptionError
 from nsa_bench.options import CallShape, ResultFiles
-from nsa_bench.results import Output, describe, number, to_json
+from nsa_bench.results import Output, check_writable, describe, number, to_json
 
 MOST_RESULT = 64 * 2**20
 """Maximum bytes of a result file; a larger file is not one of ours."""
@@ -84,13 +84,12 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
     if tests and bundle is None:
         raise OptionError("--tests came without --bundle (reports of tests go into the archive); give --bundle FILE.zip")
     taken = {path.resolve() for path in (*(result.path for result in results), *tests)}
-    for option, target in (("--out", out), ("--bundle", bundle)):
-        if target is None:
-            continue
+    targets = {option: target for option, target in (("--out", out), ("--bundle", bundle)) if target is not None}
+    for option, target in targets.items():
         if target.resolve() in taken:
             raise OptionError(f"{option}={target} is a file that this command reads, or writes already; give another name")
-        target.open("ab").close()
         taken.add(target.resolve())
+    check_writable(targets.values())
     for path in others:
         output.say(f"{path} is no result of nsa-bench, and is left out")
     page = page_of(results)

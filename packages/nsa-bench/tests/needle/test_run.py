@@ -12,8 +12,9 @@ import pytest
 from nsa_bench.ablate import run as running
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.cli import run_command
+from nsa_bench.errors import BenchError
 from nsa_bench.needle.plan import load_plan
-from nsa_bench.needle.run import minutes_until, train_and_evaluate
+from nsa_bench.needle.run import minutes_until, read_cells, train_and_evaluate
 from nsa_bench.needle.table import needle_table
 from nsa_train.run_dir import RunDirectory
 
@@ -117,3 +118,14 @@ def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path)
     ]
     table = needle_table(plan, [{"arm": "nsa", "cells": cells[:3] + cells[4:5]}, {"arm": "dense", "cells": cells}])
     assert [list(column.cells) for column in table.columns] == [["nsa", "dense"], ["trained"] * 2, ["100.0"] * 2, ["50.0", "50.0 (0)"]]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"length": 64, "settings": {}}'])
+def test_a_damaged_file_of_cells_is_named(plan_file: Path, content: str) -> None:
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    arm = plan.arms[0]
+    path = TrialFolder(out, arm.stages[-1]).run.root / "cells" / "64.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(BenchError, match=r"cells/64.json is damaged \(.*\); delete it, and the length is evaluated again"):
+        list(read_cells(plan, arm, out))

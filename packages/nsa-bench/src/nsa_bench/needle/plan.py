@@ -31,7 +31,7 @@ from typing import Any
 from attrs import evolve, fields_dict, frozen
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.ablate.plan import Trial, Variant
+from nsa_bench.ablate.plan import Trial, Variant, broken_names
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
 from nsa_core.config import BlockGeometry
@@ -40,6 +40,7 @@ from nsa_train.data.retrieval import Retrieval
 from nsa_train.errors import ConfigError
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.recipe import apply_override, load_config, read_toml
+from nsa_train.settings.rules import MOST_SEED
 
 KEYS = ("recipe", "set", "arms", "stages", "grid")
 
@@ -114,8 +115,8 @@ class NeedlePlan:
         return range(-(-first // size), min(_first_in_reach(question, geometry) for geometry in geometries) // size)
 
     def problems(self) -> list[str]:
-        """Return the reasons why the arms cannot be evaluated on the grid."""
-        found = []
+        """Return the reasons why the arms cannot be trained below one directory, or evaluated on the grid."""
+        found = list(broken_names([stage.name for arm in self.arms for stage in arm.stages]))
         for length in self.grid.lengths:
             free, task = len(self._free_slots(length)), self.haystack(length)
             if free < self.grid.depths:
@@ -239,3 +240,7 @@ def _broken_grid(grid: Any) -> Iterator[str]:
             yield f"grid.{name}={value!r} is no {kind} of at least {least}; use {'[1024, 2048]' if is_list else max(least, 10)}"
         elif name == "distractors" and is_list and isinstance(lengths := grid.get("lengths"), list) and len(value) != len(lengths):
             yield f"grid.distractors has {len(value)} numbers for {len(lengths)} lengths; use one for each, or one for all"
+        elif name == "lengths" and len(set(value)) < len(value):
+            yield f"grid.lengths={value!r} names a length twice (each is evaluated once); name each once"
+        elif name in known and max(numbers) > MOST_SEED:
+            yield f"grid.{name}={value!r} is too large (the rule: at most {MOST_SEED:,}); use {'[1024, 2048]' if is_list else 10}"

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.errors import BenchError
 from nsa_bench.needle.plan import Arm, NeedlePlan
 from nsa_train.files import written_whole
+from nsa_train.settings.config import listed
 from nsa_train.telemetry.records import load_json
 
 Say = Callable[[str], None]
+CELL_KEYS = {"length", "settings", "seconds", "cells"}
+"""The keys of a file of cells."""
 
 
 def minutes_until(end: float | None) -> float | None:
@@ -52,11 +56,26 @@ def train_and_evaluate(
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
-    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
+    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`.
+
+    Raises:
+        BenchError: for a damaged file.
+    """
     for length in plan.grid.lengths:
         path = _cells_file(out, arm, length)
-        if path.is_file() and (content := load_json(path))["settings"] == _settings(plan, length):
+        if path.is_file() and (content := _cells_of(path))["settings"] == _settings(plan, length):
             yield content
+
+
+def _cells_of(path: Path) -> dict[str, Any]:
+    try:
+        content = load_json(path)
+        problem = f"no {listed(sorted(missing))}" if (missing := CELL_KEYS - content.keys()) else ""
+    except (OSError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise BenchError(f"{path} is damaged ({problem}); delete it, and the length is evaluated again")
+    return content
 
 
 def _cells_file(out: Path, arm: Arm, length: int) -> Path:
