@@ -92,12 +92,11 @@ def check_writable(paths: Iterable[Path]) -> None:
         OSError: if one cannot be written.
     """
     for path in paths:
-        # the target of a link, which may not exist yet
-        target = Path(os.path.realpath(path))
-        is_new = not target.exists()
-        target.open("ab").close()
+        is_new = not path.exists()
+        path.open("ab").close()
         if is_new:
-            target.unlink()
+            # of a link its target, which did not exist
+            path.resolve().unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
