@@ -220,12 +220,6 @@ class Measurement:
 def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
     """Return the measurement as one flat row, the same keys for every one; `common` is machine, versions and commit."""
     case, shape, check = measurement.case, measurement.case.shape, measurement.check
-    checked: dict[str, Any] = {"error": None, "error_of": None, "limit_used": None, "near_ties": None, "error_against": None}
-    if check is not None:
-        checked = {
-            "error": finite(check.error), "error_of": check.error_of, "limit_used": finite(check.limit_used), "near_ties": check.near_ties,
-            "error_against": check.method,
-        }  # fmt: skip
     return {
         "shape": shape.name,
         "num_heads": shape.num_heads,
@@ -247,7 +241,11 @@ def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": measurement.peak_bytes,
         "tensor_bytes": measurement.tensor_bytes,
         "peak_ratio": measurement.peak_ratio,
-        **checked,
+        "error": None if check is None else finite(check.error),
+        "error_of": None if check is None else check.error_of,
+        "limit_used": None if check is None else finite(check.limit_used),
+        "near_ties": None if check is None else check.near_ties,
+        "error_against": None if check is None else check.method,
         "reason": measurement.reason,
         "note": measurement.note,
         **common,

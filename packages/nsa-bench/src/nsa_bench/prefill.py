@@ -107,14 +107,11 @@ def run_prefill(options: PrefillOptions, output: Output) -> list[PrefillResult]:
     def line(one: PrefillResult) -> str:
         return f"{one}: {one.failure or f'{number(one.total_ms)} ms, {number(one.ratio)} of one pass'}"
 
+    def lists_of(results: list[PrefillResult], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        return {"rows": [row for one in results for row in to_rows(one, common)]}
+
     found = _measured(*make_prefill_cases(options), find_device(options.device), options.backend)
-    results = collect(
-        found,
-        attrs.asdict(options),
-        output,
-        line,
-        lambda results, common: {"rows": [row for one in results for row in to_rows(one, common)]},
-    )
+    results = collect(found, attrs.asdict(options), output, line, lists_of)
     output.show(prefill_table(results))
     return results
 
@@ -250,7 +247,7 @@ class Prompt:
 
 def to_rows(result: PrefillResult, common: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per tile, each with the figures of the whole prompt; one row if there are no tiles."""
-    case, shape, names = result.case, result.case.shape, ("start", "tokens", "ms", "reads_actual", "reads_expected")
+    case, shape = result.case, result.case.shape
     whole = {
         "S": case.seq_len, "tile": result.tile, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
         "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "geometry": geometry_text(case.geometry),
@@ -260,7 +257,12 @@ def to_rows(result: PrefillResult, common: dict[str, Any]) -> list[dict[str, Any
         "routes": result.routes, "reason": result.failure or "",
     }  # fmt: skip
     tiles: tuple[Tile | None, ...] = result.tiles or (None,)
-    return [{**{name: getattr(one, name, None) for name in names}, **whole, **common} for one in tiles]
+    return [{**_tile_columns(one), **whole, **common} for one in tiles]
+
+
+def _tile_columns(tile: Tile | None) -> dict[str, Any]:
+    names = ("start", "tokens", "ms", "reads_actual", "reads_expected")
+    return {name: None if tile is None else getattr(tile, name) for name in names}
 
 
 def prefill_table(results: list[PrefillResult]) -> Table:

@@ -100,10 +100,16 @@ def all_targets() -> tuple[Target, ...]:
     ]
     must, aim = SELECTED_MS
     selected = [
-        Target(shape=head_shape(SELECTED_HEADS, SELECTED_HEADS // size, *2 * (SELECTED_DIM,)), seq_len=SELECTED_KIBI * KIBI, operation="slc",
-               direction=FWD, must=must, aim=aim)
+        Target(
+            shape=head_shape(SELECTED_HEADS, SELECTED_HEADS // size, SELECTED_DIM, SELECTED_DIM),
+            seq_len=SELECTED_KIBI * KIBI,
+            operation="slc",
+            direction=FWD,
+            must=must,
+            aim=aim,
+        )
         for size in SELECTED_HEADS_PER_GROUP
-    ]  # fmt: skip
+    ]
     must, aim = PEAK_RATIO
     memory = [Target(shape=SHAPES[name], seq_len=kibi * KIBI, direction=BOTH, must=must, aim=aim, is_memory=True) for name, kibi in PEAK_AT]
     return (*times, *selected, *memory)
