@@ -51,6 +51,19 @@ def test_each_case_is_timed_without_and_with_counted_reads(tmp_path: Path, capsy
     assert "a layer's step, us" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("branches", "keys", "values"), [("win,slc", 3, 2), ("win", 1, 1)])
+def test_the_timed_layer_has_the_branches_that_are_named(tmp_path: Path, branches: str, keys: int, values: int) -> None:
+    file = tmp_path / "l.csv"
+    assert run_command(["layer", "--device", "cpu", *WORDS, "--context", "64", "--branches", branches, "--csv", str(file)]) == 0
+    with file.open() as opened:
+        [row] = csv.DictReader(opened)
+    # in the paper's order; reads are counted only for all three
+    assert (row["branches"], row["count_reads"]) == (",".join(sorted(branches.split(","))), "False")
+    # without `cmp` its keys still choose the blocks of `slc`
+    assert int(row["weight_bytes"]) == 4 * (32 * (64 + keys * 32 + values * 16) + 32 * 32 + gate_weights())
+    assert float(row["ms_eager"]) > 0
+
+
 def gate_weights() -> int:
     built = NativeSparseAttention(cases_of()[0].config)
     return sum(weight.numel() for weight in built.gate.parameters())
@@ -143,6 +156,7 @@ def test_a_failure_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, capsy
         (["--hidden", "0"], "hidden_size=0"),
         (["--shapes", "5/2/16/8"], "5/2/16/8"),
         (["--batch", "x"], "--batch has 'x'"),
+        (["--branches", "slc,dense"], "--branches has 'dense' (the rule: some of cmp, slc, win); use cmp"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def attention(*, files: ResultFiles = NO_FILES, options: AttentionOptions = Atte
 
 @app.command
 def decode(*, files: ResultFiles = NO_FILES, options: DecodeOptions = DecodeOptions(), commit: Commit = None) -> int:
-    """Time a step over full caches, eager and by CUDA graph, and dense attention; a wrong result gets no time."""
+    """Time a step over full caches, from Python and by CUDA graph, and dense attention; a wrong result gets no time."""
     from nsa_bench.decode import run_decode
 
     return _exit_code(any(one.failure for one in run_decode(options, Output(files, commit))))
@@ -124,7 +124,7 @@ def thresholds(*, files: ResultFiles = NO_FILES, options: ThresholdOptions = Thr
 
 @app.command(name="fa2-sweep")
 def fa2_sweep(*, files: ResultFiles = NO_FILES, options: SweepOptions = SweepOptions(), commit: Commit = None) -> int:
-    """Time dense attention by head dimension, length and dtype, and find the knee of each kernel's curve."""
+    """Time dense attention by head dimension, length and dtype, and find from which length each kernel is near its best rate."""
     from nsa_bench.fa2_sweep import run_fa2_sweep
 
     return _exit_code(not run_fa2_sweep(options, Output(files, commit)))
@@ -252,7 +252,7 @@ def smoke(
 
 @app.command
 def report(
-    paths: Annotated[list[Path], Parameter(name="PATH", help="JSON files of verbs, or folders of them.")],
+    paths: Annotated[list[Path], Parameter(name="PATH", help="JSON files of commands, or folders of them.")],
     /,
     *,
     out: Annotated[Path, Parameter(name=("-o", "--out"), help="The page to write.")] = Path("nsa-bench.html"),

@@ -1,4 +1,4 @@
-"""`nsa-bench decode`: time one step over full caches, eager and by CUDA graph, and compare it with dense attention and other packages.
+"""`nsa-bench decode`: time one step over full caches, from Python and by CUDA graph, and compare it with dense attention and other packages.
 
 A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
 random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong step gets no time.
@@ -99,7 +99,7 @@ class DecodeResult:
 
 
 def best_of(times: dict[str, float], way: str = "") -> float | None:
-    """Return the least time of any kernel or package, eager or by graph ("graph ")."""
+    """Return the least time of any kernel or package, from Python or by graph ("graph ")."""
     return min((time for name, time in times.items() if name.startswith("graph ") == bool(way)), default=None)
 
 
@@ -207,7 +207,7 @@ def measure_peers(step: "DecodeStep", result: DecodeResult, peers: tuple[DecodeP
 
 
 def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Return the medians by name, eager and on a GPU by graph, and notes on calls that could not be timed."""
+    """Return the medians by name, from Python and on a GPU by graph, and notes on calls that could not be timed."""
     found, notes = {}, []
     for name, call in calls.items():
         try:

@@ -31,15 +31,15 @@ class TrainerError(BenchError):
 
 
 @contextmanager
-def trainer_for(verb: str) -> Iterator[None]:
-    """Allow the command `verb` to use nsa-train in the block.
+def trainer_for(command: str) -> Iterator[None]:
+    """Allow the command `command` to use nsa-train in the block.
 
     Raises:
         OptionError: if nsa-train is not installed.
         TrainerError: if nsa-train refuses something, or fails.
     """
     if find_spec("nsa_train") is None:
-        raise OptionError(f"{verb} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
+        raise OptionError(f"{command} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
     from nsa_train.errors import TrainError
 
     try:
@@ -48,14 +48,14 @@ def trainer_for(verb: str) -> Iterator[None]:
         raise TrainerError(str(error), error.exit_code) from error
 
 
-def require_transformers(verb: str) -> None:
-    """Check that the command `verb` can use nsa-transformers.
+def require_transformers(command: str) -> None:
+    """Check that the command `command` can use nsa-transformers.
 
     Raises:
         OptionError: if it is not installed.
     """
     if find_spec("nsa_transformers") is None:
-        raise OptionError(f"{verb} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
+        raise OptionError(f"{command} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
 
 
 def shipped_recipes() -> Iterable[str]:

@@ -127,7 +127,7 @@ def to_dict(one: Curve) -> dict[str, Any]:
 
 def curve_table(curves: list[Curve], absent: list[Measurement]) -> Table:
     """Return a line per curve: its knee, and its rates by length."""
-    table = Table("kernel", "D", "dtype", "pass", "knee", "best", "TFLOP/s by tokens", title="dense attention")
+    table = Table("kernel", "D", "dtype", "pass", f"tokens for {KNEE:.0%}", "best", "TFLOP/s by tokens", title="dense attention")
     for one in curves:
         rates = "  ".join(f"{length}: {number(rate)}" for length, rate in one.rates.items())
         dtype = str(one.dtype).removeprefix("torch.")

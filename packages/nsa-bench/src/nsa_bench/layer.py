@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_names, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import back_to_back_ms, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import LayerOptions
@@ -26,7 +26,7 @@ from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
 from nsa_bench.routes import CallRecorder, RouteRecorder
 from nsa_core.blocks import predicted_reads
-from nsa_core.config import NSAConfig
+from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.kv_cache import NSACache
 from nsa_core.module import NativeSparseAttention
 from nsa_core.testing.tolerances import allowed_error, max_error
@@ -94,16 +94,19 @@ def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
     if min(contexts) <= (most := steps_of_a_cache(device)):
         raise OptionError(f"--context={min(contexts)} leaves no room (a measurement takes {most} steps); use {2 * most} or more")
     shapes, geometry, dtype = parse_shapes(options.shapes), parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
+    branches = parse_names("--branches", options.branches, BRANCHES)
     configs = [
         NSAConfig(
             hidden_size=options.hidden, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
-            head_dim_v=shape.head_dim_v, geometry=geometry, compressor=options.compressor, kv=options.kv,
+            head_dim_v=shape.head_dim_v, geometry=geometry, compressor=options.compressor, branches=branches, kv=options.kv,
         )
         for shape in shapes
     ]  # fmt: skip
+    # Table 4 counts all three branches; a layer with fewer counts no reads
+    counted = (False, True) if branches == BRANCHES else (False,)
     return tuple(
         LayerCase(shape=shape, config=config, context=context, batch=batch, dtype=dtype, count_reads=count_reads)
-        for (shape, config), context, batch, count_reads in product(zip(shapes, configs, strict=True), contexts, batches, (False, True))
+        for (shape, config), context, batch, count_reads in product(zip(shapes, configs, strict=True), contexts, batches, counted)
     )
 
 
@@ -187,7 +190,7 @@ def _differences(outs: dict[str, Tensor]) -> list[str]:
     if len(outs) < 2:
         return []
     error, limit = max_error(outs["captured"], outs["eager"]), allowed_error(outs["eager"], outs["eager"].dtype)
-    return [] if error <= limit else [f"a captured step is off by {error:.1e} of the eager one (allowed: {limit:.1e})"]
+    return [] if error <= limit else [f"a captured step is off by {error:.1e} from one without capture (allowed: {limit:.1e})"]
 
 
 def linear_maps(layer: NativeSparseAttention) -> list[nn.Module]:
@@ -231,8 +234,11 @@ class LayerSteps:
     def figures(self) -> dict[str, Any]:
         """Return the columns of the cache and of the reads of the last of CHECKED_STEPS steps."""
         reads = self.cache.last_reads
-        read = (None, None) if reads is None else (int(reads.actual.max()), self.expected_reads())
-        return {"cache_bytes": self.cache.nbytes, "reads_actual": read[0], "reads_expected": read[1]}
+        return {
+            "cache_bytes": self.cache.nbytes,
+            "reads_actual": None if reads is None else int(reads.actual.max()),
+            "reads_expected": None if reads is None else self.expected_reads(),
+        }
 
     def expected_reads(self) -> int:
         """Return the tokens that a KV head reads in the last of CHECKED_STEPS steps, by Table 4."""
@@ -257,8 +263,9 @@ def to_row(one: LayerResult, common: dict[str, Any]) -> dict[str, Any]:
     case, shape = one.case, one.case.shape
     return {
         "S": case.context, "batch": case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
-        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "hidden_size": case.config.hidden_size, "kv": case.config.kv,
-        "compressor": case.config.compressor, "geometry": geometry_text(case.config.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "hidden_size": case.config.hidden_size,
+        "branches": ",".join(case.config.branches), "kv": case.config.kv, "compressor": case.config.compressor,
+        "geometry": geometry_text(case.config.geometry), "dtype": str(case.dtype).removeprefix("torch."),
         "count_reads": case.count_reads, **{f"ms_{way}": one.times.get(way) for way in WAYS}, "error": one.error,
         "reads_actual": one.reads_actual, "reads_expected": one.reads_expected, "cache_bytes": one.cache_bytes,
         "weight_bytes": one.weight_bytes, "routes": one.routes, "reason": one.failure or "", **common,
