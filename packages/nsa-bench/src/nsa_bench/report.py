@@ -110,7 +110,7 @@ def find_results(paths: Iterable[Path]) -> tuple[list[Result], list[Path]]:
     others: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise OptionError(f"PATH={str(path)!r} is not there; name a JSON file of a verb, or a folder of them")
+            raise OptionError(f"PATH={str(path)!r} is not there; name a JSON file of a command, or a folder of them")
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             content = read_result(file)
             if content is not None:
@@ -119,10 +119,10 @@ def find_results(paths: Iterable[Path]) -> tuple[list[Result], list[Path]]:
                 others.append(file)
             else:
                 raise OptionError(
-                    f"PATH={str(file)!r} is no result of nsa-bench (it holds an environment and rows); use a verb's --json FILE"
+                    f"PATH={str(file)!r} is no result of nsa-bench (it holds an environment and rows); use a command's --json FILE"
                 )
     if not results:
-        raise OptionError(f"{', '.join(str(path) for path in paths)}: no result of nsa-bench; make one with a verb's --json FILE")
+        raise OptionError(f"{', '.join(str(path) for path in paths)}: no result of nsa-bench; make one with a command's --json FILE")
     unique = {result.path.resolve(): result for result in results}
     return sorted(unique.values(), key=lambda result: (str(result.environment.get("time")), str(result.path))), others
 

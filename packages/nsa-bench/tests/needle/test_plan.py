@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import OptionError
-from nsa_bench.needle import shipped_plans
 from nsa_bench.needle.plan import NeedlePlan, load_plan
 
 EVIDENCE = sorted((Path(__file__).parents[4] / "docs/evidence/needle-64k").glob("*.toml"))
@@ -104,7 +104,7 @@ def test_a_plan_that_lacks_something_is_refused(plan_file: Path, old: str, new: 
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [*shipped_plans(), *map(str, EVIDENCE)])
+@pytest.mark.parametrize("name", [*shipped_plans("needle"), *map(str, EVIDENCE)])
 def test_a_plan_of_ours_can_be_run(name: str) -> None:
     plan, _ = load_plan(name)
     assert {arm.name for arm in plan.arms} >= {"nsa", "dense"}

@@ -86,10 +86,10 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
     Raises:
         OptionError: with a line for each fault of the plan; a fault of one trial names the trial.
     """
-    path = shipped_plans().get(plan, Path(plan))
+    path = shipped_plans("ablate").get(plan, Path(plan))
     if not path.is_file():
         raise OptionError(
-            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans())}, or a TOML file's path"
+            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans('ablate'))}, or a TOML file's path"
         )
     try:
         content = read_toml(path)
@@ -129,8 +129,15 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} is unknown; use one of {listed(KEYS)}" for name in content if name not in KEYS)
     if not isinstance(content.get("recipe"), str):
         yield f'recipe={content.get("recipe")!r} names no recipe; use recipe = "demo"'
-    yield from _broken_seeds(content.get("seeds", [0]))
-    yield from _broken_arms(content.get("arms", {}), content.get("baseline"))
+    seeds, arms, baseline = content.get("seeds", [0]), content.get("arms", {}), content.get("baseline")
+    if not (isinstance(seeds, list) and seeds and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)):
+        yield f"seeds={seeds!r} is not a list of integers; use seeds = [0, 1, 2]"
+    elif len(set(seeds)) < len(seeds):
+        yield f"seeds={seeds!r} names a seed twice; name each once"
+    if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
+        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
+    elif baseline is not None and not (isinstance(baseline, str) and baseline in arms):
+        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
     tables = {name: content.get(name, {}) for name in ("set", "grid")}
     yield from (f"{name}={table!r} is not a table; use a section [{name}]" for name, table in tables.items() if not isinstance(table, dict))
     if isinstance(tables["grid"], dict):
@@ -141,13 +148,6 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _settings_of_seeds(content)
 
 
-def _broken_seeds(seeds: Any) -> Iterator[str]:
-    if not (isinstance(seeds, list) and seeds and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)):
-        yield f"seeds={seeds!r} is not a list of integers; use seeds = [0, 1, 2]"
-    elif len(set(seeds)) < len(seeds):
-        yield f"seeds={seeds!r} names a seed twice; name each once"
-
-
 def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield each table that sets the seed of trials, which have those of the plan."""
     arms = content.get("arms")
@@ -156,13 +156,6 @@ def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
     for name, table in tables.items():
         if isinstance(table, dict) and SEED in (keys := _keys(table)):
             yield f"{name}.{SEED}={keys[SEED]!r} is not read (each trial has one of the plan's seeds); use seeds = [0, 1, 2]"
-
-
-def _broken_arms(arms: Any, baseline: Any) -> Iterator[str]:
-    if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
-        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
-    elif baseline is not None and not (isinstance(baseline, str) and baseline in arms):
-        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
 
 
 def _keys(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,9 +204,7 @@ def _figures(folder: TrialFolder, commit: str | None) -> dict[str, Any]:
     return {
         "variant": folder.trial.variant,
         "seed": folder.trial.seed,
-        "steps": metrics["steps"],
-        "tokens": metrics["tokens"],
-        "parameters": metrics["parameters"],
+        **{name: metrics[name] for name in ("steps", "tokens", "parameters")},
         "val_loss": losses[-1],
         "best_val_loss": min(losses),
         "right": sum(bucket["targets"] * bucket["right"] for bucket in by_position) / targets,
@@ -319,8 +317,11 @@ def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     for index, variant in enumerate(shown):
         found = [result for result in results if result.variant == variant]
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": str(variant), "lw": 1.3}
-        _draw_band(by_tokens, *_curve(found), style)
-        _draw_band(by_position, *_positions(found), style)
+        per_step = found[0].tokens / found[0].steps
+        _draw_band(by_tokens, [{step * per_step: loss for step, loss in result.curve} for result in found], style)
+        # at the middle of each bucket
+        middles = [{(bucket["first"] + bucket["last"]) / 2 + 1: bucket["loss"] for bucket in result.by_position} for result in found]
+        _draw_band(by_position, middles, style)
     by_tokens.set(xlabel="tokens", ylabel="nats per token, held out", title=plan.name)
     by_position.set(xlabel="position in the sequence", ylabel="nats per token, held out", title="at the end, by position", xscale="log")
     by_tokens.legend(frameon=False)
@@ -328,26 +329,10 @@ def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     canvas.print_png(path)
 
 
-def _draw_band(axis: Any, points: Sequence[float], means: Sequence[Mean], style: dict[str, Any]) -> None:
-    axis.plot(points, [mean.mean for mean in means], **style)
+def _draw_band(axis: Any, curves: Sequence[dict[float, float]], style: dict[str, Any]) -> None:
+    """Draw the mean loss and its standard error at the points that all of `curves` have."""
+    common = [point for point in curves[0] if all(point in curve for curve in curves)]
+    means = [mean for point in common if (mean := Mean.of([curve[point] for curve in curves])) is not None]
+    axis.plot(common, [mean.mean for mean in means], **style)
     low, high = ([mean.mean + sign * (mean.error or 0.0) for mean in means] for sign in (-1, 1))
-    axis.fill_between(points, low, high, color=style["color"], alpha=0.2, lw=0)
-
-
-def _curve(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
-    """Return tokens and mean loss of the evaluations that all of `found` have."""
-    curves = [dict(result.curve) for result in found]
-    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
-    per_step = found[0].tokens / found[0].steps
-    return [step * per_step for step in steps], _means([[curve[step] for curve in curves] for step in steps])
-
-
-def _positions(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
-    """Return the middle of each bucket of positions and the mean loss there."""
-    losses = [{(bucket["first"], bucket["last"]): bucket["loss"] for bucket in result.by_position} for result in found]
-    buckets = [bucket for bucket in losses[0] if all(bucket in loss for loss in losses)]
-    return [(first + last) / 2 + 1 for first, last in buckets], _means([[loss[bucket] for loss in losses] for bucket in buckets])
-
-
-def _means(columns: Sequence[Sequence[float]]) -> list[Mean]:
-    return [mean for column in columns if (mean := Mean.of(column)) is not None]
+    axis.fill_between(common, low, high, color=style["color"], alpha=0.2, lw=0)
