@@ -82,15 +82,17 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     name = name_for(operation, call)
     if name is None:
         return None
-    registry, is_optional = call.registry, operation is Operation.NSA
+    registry, is_optional, is_traced = call.registry, operation is Operation.NSA, torch.compiler.is_compiling()
     # the selected branch's keys bound the tokens of NSA
     queries, keys = operands[0], operands[2 if is_optional else 1]
-    needs_grad, is_aligned = _needs_grad(operation, operands), _are_aligned(operands)
+    needs_grad = (torch.is_grad_enabled() or _is_forward_mode()) and _needs_grad(operation, operands)
+    # a graph being traced has no addresses
+    is_aligned = is_traced or not queries.q.is_cuda or _are_aligned(queries.q, *_stores(operands))
 
     def facts() -> dict[str, Any]:
         return facts_of(operation, queries, keys, call, needs_grad=needs_grad, is_aligned=is_aligned)
 
-    if torch.compiler.is_compiling():
+    if is_traced:
         index = registry.resolve_index(name, is_optional, **facts())
     else:
         # all that the facts depend on, in a third of their time: routing delays a cached step, whose calls repeat those of the previous step
@@ -157,19 +159,17 @@ def facts_of(operation: Operation, queries: Queries, keys: Keys, call: Call, *, 
 
 def _needs_grad(operation: Operation, operands: tuple[Any, ...]) -> bool:
     """Return True if a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
-    if operation is Operation.SELECT or not (torch.is_grad_enabled() or _is_forward_mode()):
+    if operation is Operation.SELECT:
         return False
     tensors = [operands[0].q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
     check_no_tangent(*tensors)
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _are_aligned(operands: tuple[Any, ...]) -> bool:
-    """Return False if a q, k or v on a GPU starts off a multiple of 16 bytes; True in a traced graph, which has no addresses."""
-    q, addresses = operands[0].q, 0
-    if not q.is_cuda or torch.compiler.is_compiling():
-        return True
-    for x in (q, *_stores(operands)):
+def _are_aligned(*tensors: Tensor) -> bool:
+    """Return False if a tensor starts off a multiple of 16 bytes."""
+    addresses = 0
+    for x in tensors:
         # tensor subclasses without storage have no address
         if type(x) in (Tensor, torch.nn.Parameter):
             addresses |= x.data_ptr()
@@ -192,7 +192,7 @@ def check_no_tangent(*tensors: Tensor) -> None:
 
 
 def _is_forward_mode() -> bool:
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
 
 
 def _length_bucket(length: int) -> int:

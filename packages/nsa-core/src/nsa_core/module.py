@@ -250,7 +250,8 @@ class NativeSparseAttention(nn.Module):
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
         tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
-        q, rows = self._project(x, lambda heads: tuple(rotate(each, tables) for each in heads))
+        projected = self._queries(x), self._keys_by_name(x), self._values_by_name(x)
+        q, rows = self._by_reader(*projected, lambda heads: tuple(rotate(each, tables) for each in heads))
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=q)
         raw, k_cmp, k_slc = rows["raw"][0], pairs["_cmp"][0], rows["slc"][0]
@@ -273,8 +274,8 @@ class NativeSparseAttention(nn.Module):
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
         gates = self._gates(self.gate(x), queries)
         out = attend_branches(queries, keys, gates, self._absent, self._call(q, self.telemetry))
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return y
 
     def _queries(self, x: Tensor) -> Tensor:
         """Return the queries `(B, S, H, D_k)` before RoPE."""
@@ -299,10 +300,6 @@ class NativeSparseAttention(nn.Module):
     def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the rotation of compressed keys at the positions of their last tokens."""
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
-
-    def _project(self, x: Tensor, turn: Turn) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
-        """Return the rotated q `(B, S, H, D_k)`, and k and v `(B, S, G, D)` of x's tokens by reader; see `_by_reader`."""
-        return self._by_reader(self._queries(x), self._keys_by_name(x), self._values_by_name(x), turn)
 
     @property
     def _readers(self) -> dict[str, str]:

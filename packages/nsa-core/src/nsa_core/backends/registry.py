@@ -160,25 +160,25 @@ class BackendRegistry:
 
         A key holds `backend` and all that `facts` reads, except torch's deterministic flag, which is added here. `register` forgets all choices.
         """
-        index, request = self._remembered(
-            (torch.are_deterministic_algorithms_enabled(), optional, key), lambda: self._choice(_request_of(**facts()), backend, optional)
-        )
+        key = torch.are_deterministic_algorithms_enabled(), optional, key
+        found = self._routes.get(key)
+        if found is None:
+            found = self._remember(key, self._choice(_request_of(**facts()), backend, optional))
+        index, request = found
         for observer in self.observers:
             observer(backend, request, None if index < 0 else self.backends[index].name)
         return index
 
     def _choice(self, request: BranchRequest, backend: str, optional: bool) -> tuple[int, BranchRequest]:
         """Return the index of the choice for `request`, and the request."""
-        return self._remembered((backend, optional, request), lambda: (self._choose(request, backend, optional), request))
+        key = backend, optional, request
+        return self._routes.get(key) or self._remember(key, (self._choose(request, backend, optional), request))
 
-    def _remembered(self, key: tuple[Any, ...], find: Callable[[], tuple[int, BranchRequest]]) -> tuple[int, BranchRequest]:
-        """Return the choice for `key`; `find` is called for the first."""
-        found = self._routes.get(key)
-        if found is None:
-            found = find()
-            if len(self._routes) >= MAX_ROUTES:
-                self._routes.clear()
-            self._routes[key] = found
+    def _remember(self, key: tuple[Any, ...], found: tuple[int, BranchRequest]) -> tuple[int, BranchRequest]:
+        """Return `found`, which is from now on the choice for `key`."""
+        if len(self._routes) >= MAX_ROUTES:
+            self._routes.clear()
+        self._routes[key] = found
         return found
 
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:
