@@ -728,6 +728,18 @@ def test_the_emulated_kernels_conform_to_the_oracle(emulated_decode):
     assert len(report.passed) == NUM_CONFORMANCE_CASES
 
 
+@pytest.mark.parametrize("form", [as_it_is, in_pages], ids=["contiguous", "pages"])
+def test_compressed_keys_may_stand_in_for_values_behind_a_gate_of_0(run, form):
+    """A layer without the compressed branch's output passes these operands."""
+    case = Case(head_dim_qk=32, head_dim_v=32, starts=(90, 0, 61))
+    step = make_step(case)
+    gates = step.gates.clone()
+    gates[..., 0] = 0
+    without_values = step._replace(cmp=step.cmp._replace(v=step.cmp.k), gates=gates)
+    # the values that the gate of 0 closes make no difference
+    assert_same(run(form(without_values, case), case), by_the_reference(step._replace(gates=gates), case))
+
+
 def test_gates_may_have_the_dtype_of_q_or_any_other(run):
     case = Case()
     step = make_step(case)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, Operation
 from nsa_core.backends.base import FusedOutput, Keys, Queries
 from nsa_core.blocks import num_compressed_blocks
+from nsa_core.config import BRANCHES
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.steps import step_by_branches
 from nsa_core.testing.tolerances import allowed_error, max_error
@@ -519,23 +520,37 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("options", "kv"),
+    ("options", "kv", "branches"),
     [
         # pages and FP8 lie in static caches
-        pytest.param(
-            options, kv, marks=pytest.mark.slow if name == "static" or (kv == "shared") != (name == "pages") else (), id=f"{name}-{kv}"
-        )
-        for name, options in CACHES.items()
-        for kv in ("separate", "shared")
+        *(
+            pytest.param(
+                options,
+                kv,
+                BRANCHES,
+                marks=pytest.mark.slow if name == "static" or (kv == "shared") != (name == "pages") else (),
+                id=f"{name}-{kv}",
+            )
+            for name, options in CACHES.items()
+            for kv in ("separate", "shared")
+        ),
+        *(
+            pytest.param(options, "shared", ("slc", "win"), marks=() if name == "grows" else pytest.mark.slow, id=f"{name}-without cmp")
+            for name, options in CACHES.items()
+        ),
     ],
 )
 def test_a_layers_steps_take_the_three_launches(
-    options: dict[str, Any], kv: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
+    options: dict[str, Any],
+    kv: str,
+    branches: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    launched: list[tuple[str, tuple[int, ...], dict[str, Any]]],
 ) -> None:
     on_a_gpu_of(40, monkeypatch)
     config = NSAConfig(
         hidden_size=16, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=16, geometry=SMALL, compressor="mean", kv=kv,
-        backends={"nsa": "triton", "append": "triton"},
+        branches=branches, backends={"nsa": "triton", "append": "triton"},
     )  # fmt: skip
     torch.manual_seed(0)
     layer = NativeSparseAttention(config).to(DEVICE)

@@ -18,6 +18,7 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core.telemetry import AttentionObserver
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
 from nsa_kernels_triton import implementations
 from nsa_kernels_triton.interval import op as interval
@@ -210,6 +211,33 @@ class TwoLayers(nn.Module):
         with torch.no_grad():
             x = self.layers[0](x)
         return self.layers[1](x)
+
+
+class Routes(AttentionObserver):
+    """Notes the operations that run."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.operations: list[str] = []
+
+    def record_route(self, operation: str, backend: str) -> None:
+        """Note one."""
+        self.operations.append(f"{operation} by {backend}")
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(num_queries=75, head_dim_v=8), Shape(lengths=(40, 0, 35), surplus_blocks=2, head_dim_v=8)], ids=["dense", "packed"]
+)
+def test_without_compressed_values_a_pass_without_gradients_is_fused(shape: Shape) -> None:
+    inputs, routes = make_inputs(shape, torch.float32, DEVICE), Routes()
+    assert inputs.k_cmp.shape[3] == inputs.v_slc.shape[3]
+
+    def attend(backend: str, *observers: AttentionObserver) -> Tensor:
+        options: dict[str, Any] = {"geometry": SMALL, "cu_seqlens": inputs.cu_seqlens, "observers": observers, "backend": backend}
+        return nsa_attention(inputs.q, inputs.k_cmp, None, *inputs.tensors[3:], **options)
+
+    torch.testing.assert_close(attend("triton", routes), attend("sdpa"), atol=1e-5, rtol=1e-5)
+    assert routes.operations == ["nsa by triton"]
 
 
 def test_a_pass_without_gradients_feeds_one_with() -> None:

@@ -119,6 +119,17 @@ def test_the_loss_is_that_of_the_next_token(tiny_model, prompt):
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_a_padded_row_is_that_of_the_row_alone(tiny_model, prompt, side):
+    model = tiny_model()
+    padded = torch.full_like(prompt[:1, :5], PAD)
+    row = [padded, prompt[:1]] if side == "left" else [prompt[:1], padded]
+    mask = torch.cat([torch.full_like(part, part is not padded) for part in row], 1)
+    ids = torch.cat(row, 1)
+    found = model(ids, attention_mask=mask, labels=torch.where(mask == 1, ids, -100)).loss
+    torch.testing.assert_close(found, model(prompt[:1], labels=prompt[:1]).loss)
+
+
 def test_the_last_logits_alone_and_embedded_tokens_are_taken(tiny_model, prompt):
     model = tiny_model()
     outputs = model(prompt, output_hidden_states=True, use_cache=False)

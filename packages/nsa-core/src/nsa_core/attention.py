@@ -9,10 +9,11 @@ functions also raise InputError for tensors with forward-mode AD tangents. No op
 """
 
 import warnings
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa_core import checks
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, NewRows, Operation, Queries
@@ -124,8 +125,9 @@ def nsa_attention(
     """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5).
 
     gates `(B, S, H, 3)`, any float dtype, holds the factors of cmp, slc, win; they are used as given. A branch whose v is None
-    is absent and its gate is ignored; the selected branch still needs k_cmp. Each of `observers` gets callbacks; the branches
-    run one by one if an observer needs each branch's output. `CallKeywords` has the other keywords.
+    is absent and its gate is ignored. The selected branch still needs k_cmp, of finite numbers: without gradients it may stand in for
+    v_cmp. Each of `observers` gets callbacks; the branches run one by one if an observer needs each branch's output. `CallKeywords`
+    has the other keywords.
     """
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     for ending, (k, v) in pairs.items():
@@ -166,16 +168,24 @@ def attend(
 
 
 def attend_branches(
-    queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, is_known: bool = False
+    queries: Queries,
+    keys: BranchKeys,
+    gates: Tensor,
+    absent: tuple[str, ...],
+    call: Call,
+    *,
+    is_known: bool = False,
+    are_gates_closed: bool = False,
 ) -> Tensor:
     """Return `attend` of checked queries, and of Keys of the three branches, which this function checks.
 
     `is_known`: Keys of these shapes and dtypes fitted such queries before. Only values remain to be checked, and only on a CPU.
+    `are_gates_closed`: the gates of absent branches are 0.
     """
     queries, keys = _autocast(queries, keys)
     if not is_known or checks.can_read(queries.start):
         check_keys(queries, keys, call.geometry)
-    return _gated_attention(queries, keys, gates, absent, call)
+    return _gated_attention(queries, keys, gates, absent, call, are_gates_closed=are_gates_closed)
 
 
 def _begin_branch(
@@ -235,17 +245,23 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
         raise InputError(f"the branches' values have head dimensions {sorted(widths)} (Eq. 5 adds their outputs); give them equal D_v")
 
 
-def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
-    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch; branches without Keys are absent too."""
+def _gated_attention(
+    queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, are_gates_closed: bool = False
+) -> Tensor:
+    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch; branches without Keys are absent too.
+
+    `are_gates_closed`: the gates of absent branches are 0.
+    """
     absent = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
-    if absent or any(observer.needs_branches for observer in observers):
+    operands = _fused_operands(queries, keys, gates, absent, are_gates_closed=are_gates_closed)
+    if operands is None or any(observer.needs_branches for observer in observers):
         name = AUTO if isinstance(call.backend, str) else call.backend.get(Operation.NSA.value, AUTO)
         if name != AUTO and not torch.compiler.is_compiling():
-            why = "a branch is absent" if absent else "observers want each branch"
+            why = "a branch is absent" if operands is None else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
-    elif (found := run(Operation.NSA, call, queries, *keys.values(), gates)) is not None:
+    elif (found := run(Operation.NSA, call, *operands)) is not None:
         out, block_indices = found if isinstance(found, FusedOutput) else (found, None)
         if block_indices is not None:
             _report_choice(block_indices, queries, call)
@@ -262,6 +278,27 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
         is_row = torch.arange(q.shape[1], device=q.device) < queries.count.unsqueeze(1)
         total = torch.where(is_row[..., None, None], total, 0)
     return total.to(q.dtype)
+
+
+def _fused_operands(
+    queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], *, are_gates_closed: bool
+) -> tuple[Any, ...] | None:
+    """Return the operands of NSA with the same gated sum; None if the branches must run one by one.
+
+    Without the output of cmp, its keys serve as its values, with a gate of 0, where keys and values have one width. Not where a gradient is
+    recorded: the backward pass would cover a branch that nothing reads.
+    """
+    cmp, slc, win = keys.values()
+    if not absent:
+        return queries, cmp, slc, win, gates
+    if absent != ("cmp",) or cmp is None or slc is None or win is None or cmp.k.shape[3] != slc.v.shape[3]:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, gates, cmp.k, *slc[:2], *win[:2])):
+        return None
+    if not are_gates_closed:
+        # the padding may be the last operation on the stream
+        queries, gates = queries._replace(follows_append=False), pad(gates[..., 1:], (1, 0))
+    return queries, cmp._replace(v=cmp.k, v_scale=cmp.k_scale), slc, win, gates
 
 
 def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...], call: Call) -> list[Tensor | None]:

@@ -1,11 +1,11 @@
 """Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
 from itertools import pairwise
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
@@ -94,3 +94,9 @@ def check_geometry(geometry: object) -> None:
     """Raise InputError unless `geometry` is one."""
     if not isinstance(geometry, BlockGeometry):
         raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
+
+
+def check_scale(scale: object) -> None:
+    """Raise InputError unless `scale` is a number or None; a tensor is none, because it would be read."""
+    if scale is not None and not isinstance(scale, Real | SymFloat):
+        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")

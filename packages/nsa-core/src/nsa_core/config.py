@@ -318,3 +318,10 @@ class NSAConfig:
                 f"compressed_rope='tokens' with compressor={self.compressor!r} would make compressed keys depend on absolute "
                 f"position (it stays relative for 'mean' only); use compressed_rope='block_end' or compressor='mean'"
             )
+
+    def can_be_fused(self, *, needs_grad: bool) -> bool:
+        """Return whether a backend of the operation `nsa` may serve a pass of the layer, with or without gradients.
+
+        Without gradients it may also serve the branches slc and win if D_k = D_v: the compressed keys stand in for their values.
+        """
+        return self.branches == BRANCHES or (self.branches == ("slc", "win") and self.head_dim_qk == self.head_dim_v and not needs_grad)

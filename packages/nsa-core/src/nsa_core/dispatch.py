@@ -2,14 +2,13 @@
 
 import operator
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import SymFloat, Tensor
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from nsa_core import blocks
+from nsa_core import blocks, checks
 from nsa_core.backends.base import BranchRequest, Keys, Operation, Queries, layout_of
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
@@ -57,9 +56,7 @@ def make_call(
             raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
         if operation in ("append", "choose", "rotate") and name != AUTO:
             registry.named(operation, name)
-    # a tensor is no number, because it would be read
-    if scale is not None and not isinstance(scale, Real | SymFloat):
-        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")
+    checks.check_scale(scale)
     return Call(geometry, float(q.shape[-1]) ** -0.5 if scale is None else scale, backend, registry, observers)
 
 
@@ -192,7 +189,7 @@ def check_no_tangent(*tensors: Tensor) -> None:
 
 
 def _is_forward_mode() -> bool:
-    return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def _length_bucket(length: int) -> int:

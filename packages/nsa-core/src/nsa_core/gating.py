@@ -15,11 +15,11 @@ def gates_from_logits(
     """Return gates `(B, S, H, 3)` (cmp, slc, win), at least float32, from logits of the same shape.
 
     `has_compressed` `(B, S)`: False if a token sees no compressed block. There the softmax gate gives that branch
-    logit -inf, so that the others share 1; the sigmoid gate needs nothing, its branch contributes 0. A branch that is
-    not in `branches` has gate 0. The sigmoid gate of all branches does not read `has_compressed`, which may be None.
+    logit -inf, so that the others share 1; the sigmoid gate does not read it, its branch contributes 0. A branch that is
+    not in `branches` has gate 0.
 
     Raises:
-        InputError: if it is None and read.
+        InputError: if it is None with the softmax gate.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
@@ -28,16 +28,18 @@ def gates_from_logits(
         # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
         limit = torch.finfo(logits.dtype).max / 2
         logits = logits.clamp(-limit, limit)
-    if kind == "sigmoid" and len(branches) == len(BRANCHES):
-        return logits.sigmoid()
+    if kind == "sigmoid":
+        gates = logits.sigmoid()
+        if len(branches) == len(BRANCHES):
+            return gates
+        absent = torch.zeros_like(gates[..., 0])
+        return torch.stack([gates[..., place] if name in branches else absent for place, name in enumerate(BRANCHES)], -1)
     if has_compressed is None:
-        raise InputError("has_compressed is None (the softmax gate and absent branches read it); give bool (B, S)")
+        raise InputError("has_compressed is None (the softmax gate reads it); give bool (B, S)")
     # filled on the device: a tensor from a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
-    seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}
+    seen = {"cmp": has_compressed, "slc": always, "win": always}
     is_open = torch.stack([seen[name] if name in branches else torch.zeros_like(always) for name in BRANCHES], -1).unsqueeze(-2)
-    if kind == "sigmoid":
-        return logits.sigmoid() * is_open
     # finfo.min, not -inf: where nothing is open the gradient must be 0, not NaN
     masked = logits.masked_fill(~is_open, torch.finfo(logits.dtype).min)
     return masked.softmax(-1) * is_open

@@ -273,7 +273,7 @@ class NativeSparseAttention(nn.Module):
                 self.telemetry.record_selection_loss(loss)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
         gates = self._gates(self.gate(x), queries)
-        out = attend_branches(queries, keys, gates, self._absent, self._call(q, self.telemetry))
+        out = attend_branches(queries, keys, gates, self._absent, self._call(q, self.telemetry), are_gates_closed=True)
         y: Tensor = self.o_proj(out.flatten(-2))
         return y
 
@@ -386,7 +386,7 @@ class NativeSparseAttention(nn.Module):
         is_known = not is_traced and form in cache.known_forms
         # a compiler may move the operations that write q behind APPEND
         rotated = unturned._replace(q=queries, follows_append="slc" in rows and not is_traced)
-        out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known)
+        out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known, are_gates_closed=True)
         if not (is_known or is_traced):
             cache.note_form(form)
         projected: Tensor = streams.fork(device, 0, lambda: self.o_proj(out.flatten(-2)))
@@ -411,7 +411,7 @@ class NativeSparseAttention(nn.Module):
         config = self.config
         has_compressed = None
         # small operations dominate the time of a step
-        if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
+        if config.gate != "sigmoid" or self.telemetry is not None:
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)

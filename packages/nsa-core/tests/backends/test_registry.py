@@ -14,6 +14,8 @@ from nsa_core import (
     BranchRequest,
     Capability,
     DuplicateBackendError,
+    NativeSparseAttention,
+    NSAConfig,
     NSAError,
     Operation,
     Reason,
@@ -22,6 +24,7 @@ from nsa_core import (
     nsa_attention,
     sliding_window_attention,
 )
+from nsa_core.attention import attend
 from nsa_core.backends import registry as registry_module
 from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.telemetry import AttentionObserver
@@ -382,6 +385,67 @@ def test_an_absent_branch_keeps_the_branches_apart():
     q, k_cmp, v_cmp, k_slc, v_slc, _, _, gates = operands()
     nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, None, None, gates, geometry=GEOMETRY, registry=registry)
     assert fused.num_calls == 0
+
+
+class KeepingBackend(CountingBackend):
+    """A fused backend that keeps its operands."""
+
+    def __call__(self, *operands, **options):
+        self.operands = operands
+        return super().__call__(*operands, **options)
+
+
+def test_without_compressed_values_the_fused_operation_gets_the_keys_and_a_gate_of_0():
+    fused = KeepingBackend(name="fused", operation=Operation.NSA)
+    registry = BackendRegistry((*sdpa_backends(), fused))
+    q, k_cmp, _, *pairs, gates = operands(D_v=6)
+    gates[..., 0] = torch.nan
+    nsa_attention(q, k_cmp, None, *pairs, gates, geometry=GEOMETRY, registry=registry)
+    queries, cmp, slc, win, passed = fused.operands
+    assert queries.q is q
+    assert cmp.k is cmp.v is k_cmp
+    assert all(x is y for x, y in zip((slc.k, slc.v, win.k, win.v), pairs, strict=True))
+    assert not passed[..., 0].any()
+    assert torch.equal(passed[..., 1:], gates[..., 1:])
+
+
+def test_a_layers_step_without_compressed_values_is_fused_with_its_own_gates_and_may_start_early():
+    fused = KeepingBackend(name="fused", operation=Operation.NSA)
+    config = NSAConfig(
+        hidden_size=12, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=6, geometry=GEOMETRY, compressor="mean", kv="shared",
+        branches=("slc", "win"),
+    )  # fmt: skip
+    assert [config.can_be_fused(needs_grad=needs_grad) for needs_grad in (False, True)] == [True, False]
+    layer = NativeSparseAttention(config, registry=BackendRegistry((*sdpa_backends(), fused)))
+    cache, made = layer.new_cache(1, 32), []
+    layer._gates = lambda *arguments: made.append(NativeSparseAttention._gates(layer, *arguments)) or made[-1]
+    layer(torch.randn(1, 20, 12), cache=cache)
+    queries, _, _, _, gates = fused.operands
+    assert queries.follows_append
+    # nothing is launched between APPEND and the step
+    assert gates is made[-1]
+    assert not gates[..., 0].any()
+
+    # gates of a caller are padded, which may be the last operation on the stream
+    layer_keys = fused.operands[1:4]
+    attend(queries, *layer_keys, gates, geometry=GEOMETRY, absent=("cmp",), registry=layer.registry)
+    assert not fused.operands[0].follows_append
+    assert fused.operands[4] is not gates
+
+
+def test_without_compressed_values_the_branches_run_apart_for_a_gradient_and_for_values_of_another_width():
+    registry, fused = fused_registry()
+    q, k_cmp, _, *rest = operands(D_v=6)
+    q.requires_grad_()
+    nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
+    assert fused.num_calls == 0
+    with torch.no_grad():
+        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
+    assert fused.num_calls == 1
+    q, k_cmp, _, *rest = operands(D_v=4)
+    with pytest.warns(UserWarning, match="backend 'fused' for 'nsa' is not used: a branch is absent"):
+        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
+    assert fused.num_calls == 1
 
 
 @pytest.mark.parametrize("fields", [{"capability": CUDA_ONLY}, {"policy": ("slow",)}])

@@ -190,6 +190,31 @@ def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config,
     assert evolve(last, num_keys=token.num_keys) == token
 
 
+WITHOUT_CMP = ("nsa.branches=['slc','win']", "nsa.kv=shared", "nsa.compressor=mean", "nsa.backends.nsa=third")
+
+
+def test_without_the_compressed_output_a_fused_backend_serves_evaluation_and_samples(tiny_config, tmp_path: Path, third_party) -> None:
+    third_party(lambda request: Reason.incapable("gradients") if request.needs_grad else Reason.policy("slow here"), *Operation)
+    config = tiny_config(*WITHOUT_CMP)
+    findings = run_preflight(config, tmp_path / "out")
+    assert findings.failed == []
+    # no training step runs it
+    assert "nsa" not in routing_decisions(config, torch.device("cpu"))
+    assert [line for line in findings.warned if line.startswith("route")] == [
+        "route: nsa -> third, because nsa.backends.nsa names it, against policy: slow here"
+    ]
+
+    third_party(lambda request: Reason.incapable("no cache") if request.layout is Layout.CACHED else None, *Operation)
+    [failure] = run_preflight(config, tmp_path / "out").failed
+    assert failure == "nsa.backends.nsa='third' cannot serve the samples of this run (third: incapable: no cache); use 'auto'"
+    # values of another width are not fused
+    findings = run_preflight(tiny_config(*WITHOUT_CMP, "model.head_dim_v=12"), tmp_path / "out")
+    assert findings.failed == []
+    assert [line for line in findings.warned if line.startswith("route")] == [
+        "route: nsa.backends.nsa='third' is not used (nsa.branches=['slc', 'win'] runs no nsa)"
+    ]
+
+
 def test_policy_against_a_named_backend_is_a_warning(tiny_config, tmp_path: Path, third_party) -> None:
     third_party(lambda _: Reason.policy("slow here"), *Operation)
     findings = run_preflight(tiny_config("nsa.backends.slc=third"), tmp_path / "out")

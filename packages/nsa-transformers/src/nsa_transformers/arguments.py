@@ -76,6 +76,12 @@ def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_ke
         )
 
 
+def labels_that_follow_tokens(labels: Tensor, mask: Tensor, ignored: int) -> Tensor:
+    """Return `labels` `(B, S)` with `ignored` for tokens that follow padding in `mask` `(B, past + S)`: logits of padding have seen the row."""
+    follows_padding = mask[:, -labels.shape[1] : -1] == 0
+    return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(follows_padding, ignored)], 1)
+
+
 def require_cache_position(positions: Tensor | None, past: int, num_tokens: int) -> None:
     """Raise InputError unless `positions` `(S,)`, if given, are the columns `past` .. past + S - 1."""
     if positions is None:

@@ -16,6 +16,8 @@ from transformers.utils.output_capturing import capture_outputs
 from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
 from nsa_core.errors import InputError
 from nsa_transformers.arguments import (
+    IGNORED,
+    labels_that_follow_tokens,
     require_batch,
     require_cache_position,
     require_cache_used,
@@ -270,8 +272,8 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
 
-        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. `NSAModel.forward` describes the
-        other arguments.
+        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. A token that follows padding does not count.
+        `NSAModel.forward` describes the other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
@@ -292,6 +294,8 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            if attention_mask is not None:
+                labels = labels_that_follow_tokens(labels, attention_mask, kwargs.get("ignore_index", IGNORED))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states

@@ -33,9 +33,7 @@ def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[
     """
     machine = where if isinstance(where, Machine) else machine_of(where)
     return {
-        operation.value: [
-            explain_routing(request, backend_of(config, operation)) for request in _training_requests(config, operation, machine)
-        ]
+        operation.value: [explain_routing(request, backend_of(config, operation)) for request in _requests(config, operation, machine)]
         for operation in _operations(config)
     }
 
@@ -96,13 +94,17 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
     """Return a function from an operation to its uses by a run of `config` on `machine`: training, evaluation and samples."""
 
     def uses(operation: Operation) -> Uses:
-        training = _training_requests(config, operation, machine)
         samples: dict[str, tuple[BranchRequest, ...]] = {}
         if config.train.samples:
-            samples["the samples of this run"] = _sampling_requests(training)
+            samples["the samples of this run"] = _sampling_requests(_requests(config, operation, machine, needs_grad=False))
         if operation in STEP_OPERATIONS:
             return samples
-        return {"this run": tuple(one for request in training for one in (request, evolve(request, needs_grad=False))), **samples}
+        # a named operation that no pass runs is checked as if both did
+        passes = [needs_grad for needs_grad in (True, False) if _layers_with(config, operation, needs_grad=needs_grad)] or [True, False]
+        return {
+            "this run": tuple(one for needs_grad in passes for one in _requests(config, operation, machine, needs_grad=needs_grad)),
+            **samples,
+        }
 
     return uses
 
@@ -112,8 +114,8 @@ def uses_of_sample(config: RunConfig, machine: Machine = SAMPLER) -> Callable[[O
     dtype = sample_dtype(config, machine.device_type)
 
     def uses(operation: Operation) -> Uses:
-        training = _training_requests(config, operation, machine)
-        return {"a sample": _sampling_requests(evolve(request, dtype=dtype, kv_dtype=dtype) for request in training)}
+        requests = _requests(config, operation, machine, needs_grad=False)
+        return {"a sample": _sampling_requests(evolve(request, dtype=dtype, kv_dtype=dtype) for request in requests)}
 
     return uses
 
@@ -151,16 +153,19 @@ def _operations(config: RunConfig) -> list[Operation]:
     return operations
 
 
-def _used_operations(config: RunConfig) -> list[Operation]:
-    """Return the operations that training and samples of `config` run; a run without samples appends nothing to a cache."""
-    return [*_operations(config), *(STEP_OPERATIONS if config.train.samples else ())]
+def _used_operations(config: RunConfig) -> set[Operation]:
+    """Return the operations that training, evaluation and samples of `config` run; without samples nothing is appended to a cache."""
+    operations = {*_operations(config), *(STEP_OPERATIONS if config.train.samples else ())}
+    if _layers_with(config, Operation.NSA, needs_grad=False):
+        operations.add(Operation.NSA)
+    return operations
 
 
-def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
-    """Return the NSA layers of `config`'s pattern that run `operation`."""
+def _layers_with(config: RunConfig, operation: Operation, *, needs_grad: bool = True) -> list[NSAConfig]:
+    """Return the NSA layers of `config`'s pattern that run `operation` in a pass with or without gradients."""
     layers = [layer.config for layer in config.pattern() if layer.attention == "nsa"]
     if operation is Operation.NSA:
-        return [layer for layer in layers if len(layer.branches) == 3]
+        return [layer for layer in layers if layer.can_be_fused(needs_grad=needs_grad)]
     return [layer for layer in layers if NEEDED_BY.get(operation, set(layer.branches)) & set(layer.branches)]
 
 
@@ -170,14 +175,14 @@ def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
 
 
-def _training_requests(config: RunConfig, operation: Operation, machine: Machine) -> tuple[BranchRequest, ...]:
-    """Return the requests of a training step for `operation`; equal requests of several layers are listed once."""
+def _requests(config: RunConfig, operation: Operation, machine: Machine, *, needs_grad: bool = True) -> tuple[BranchRequest, ...]:
+    """Return the requests of a pass over a training batch for `operation`; equal requests of several layers are listed once."""
     # a named operation that no layer runs is checked as for a layer of table `nsa`
-    layers = _layers_with(config, operation) or [config.nsa_config()]
-    return tuple(dict.fromkeys(_training_request(config, layer, operation, machine) for layer in layers))
+    layers = _layers_with(config, operation, needs_grad=needs_grad) or [config.nsa_config()]
+    return tuple(dict.fromkeys(_request(config, layer, operation, machine, needs_grad=needs_grad) for layer in layers))
 
 
-def _training_request(config: RunConfig, layer: NSAConfig, operation: Operation, machine: Machine) -> BranchRequest:
+def _request(config: RunConfig, layer: NSAConfig, operation: Operation, machine: Machine, *, needs_grad: bool) -> BranchRequest:
     train, model = config.train, config.model
     dtype = DTYPES[train.precision]
     rows = max(1, train.batch_size // processes_of(config, machine))
@@ -198,14 +203,12 @@ def _training_request(config: RunConfig, layer: NSAConfig, operation: Operation,
         head_dim_qk=model.head_dim_qk,
         head_dim_v=model.head_dim_v if operation.value in (*layer.branches, "nsa", "append") else model.head_dim_qk,
         layout=Layout.PACKED,
-        needs_grad=operation in (Operation.CMP, Operation.SLC, Operation.WIN, Operation.NSA),
+        needs_grad=needs_grad and operation in (Operation.CMP, Operation.SLC, Operation.WIN, Operation.NSA),
         deterministic=train.deterministic,
     )
 
 
-def _sampling_requests(training: Iterable[BranchRequest]) -> tuple[BranchRequest, ...]:
-    """Return the requests of a prompt and of each token after it, given the requests of a training step."""
-    prompts = [
-        evolve(request, layout=Layout.CACHED, needs_grad=False, num_sequences=1, num_queries=request.num_keys) for request in training
-    ]
+def _sampling_requests(requests: Iterable[BranchRequest]) -> tuple[BranchRequest, ...]:
+    """Return the requests of a prompt and of each token after it, given the requests of a pass over a training batch without gradients."""
+    prompts = [evolve(request, layout=Layout.CACHED, num_sequences=1, num_queries=request.num_keys) for request in requests]
     return tuple(one for prompt in prompts for one in (prompt, evolve(prompt, num_queries=1)))
