@@ -33,6 +33,7 @@ from nsa_core.backends.base import Keys, NewBlocks, Queries
 from nsa_core.backends.layouts import keys_in_rows
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.dispatch import make_call
 from nsa_core.gating import gated_sum
 from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.kv_cache.stores import Stores
@@ -284,7 +285,8 @@ class DecodeStep:
 
     def append(self) -> None:
         """Write the step; if the named backend writes no caches, use the best backend that does."""
-        append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, self.geometry, self.backend)
+        call = make_call(self.queries.q, self.geometry, backend=self.backend)
+        append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, call)
 
     def attend(self, branches: tuple[str, ...] = ("cmp", "slc", "win"), observers: tuple[AttentionObserver, ...] = ()) -> Tensor:
         """Return the gated sum of `branches`."""

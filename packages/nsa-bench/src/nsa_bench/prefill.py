@@ -29,6 +29,7 @@ from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import NSAConfig
+from nsa_core.dispatch import make_call
 from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.telemetry import AttentionObserver
@@ -184,13 +185,14 @@ class Prompt:
         # rings are read before they are overwritten, as in the layer
         early = tuple(rows.values()) if step.in_place else (rows["slc"],)
         emitted = NewBlocks(cmp, rows["raw"], self.phi, self.phi, self.rope)
-        append_rows(early, emitted, step.start, step.added, geometry, **self.served_by)
+        call = make_call(inputs.q, geometry, **self.served_by)
+        append_rows(early, emitted, step.start, step.added, call)
         win = cache.window(rows, step)
         queries = Queries(inputs.q[:, part], tokens, None, step.start, step.added)
         gates = inputs.gates[:, part]
         out = attend(queries, cmp, rows["slc"].store, win, gates, geometry=geometry, observers=observers, **self.served_by)
         if not step.in_place:
-            append_rows((rows["raw"], rows["win"]), None, step.start, step.added, geometry, **self.served_by)
+            append_rows((rows["raw"], rows["win"]), None, step.start, step.added, call)
         cache.end_step(step)
         return out
 
