@@ -1,4 +1,4 @@
-"""The command line: verbs, files and exit codes."""
+"""The command line: commands, files and exit codes."""
 
 import csv
 import json
@@ -179,16 +179,16 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
     assert "nsa-bench: plug-in 'more_kernels'" in capsys.readouterr().err
 
 
-VERBS = (
+COMMANDS = (
     *("ablate", "attention", "backends", "choices", "compare", "decode", "env", "fa2-sweep", "generate", "layer", "needle"),
     *("prefill", "report", "select", "smoke", "thresholds", "train"),
 )
 
 
-def test_help_names_the_verbs_that_exist(capsys):
+def test_help_names_the_commands_that_exist(capsys):
     assert run_command(["--help"]) == 0
     text = capsys.readouterr().out
-    assert {name for name in app if not name.startswith("-")} == set(VERBS)
+    assert {name for name in app if not name.startswith("-")} == set(COMMANDS)
     assert "backends" in text
     assert "Exit codes: 0 done, 1 error, 2 a bad option." in text
 
@@ -293,12 +293,12 @@ print([run_command(words) for words in json.loads(sys.argv[1])])
 """
 
 
-def test_verbs_that_train_say_what_is_missing_and_the_others_need_no_trainer(tmp_path):
+def test_commands_that_train_say_what_is_missing_and_the_others_need_no_trainer(tmp_path):
     drives = [["train", "demo"], ["ablate", "recall"], ["needle", "tiny"], ["choices", str(tmp_path)], ["smoke", str(tmp_path)]]
     others = [["--help"], ["--version"], ["train", "--help"], ["env"], ["backends", "--device", "cpu"]]
     words = [sys.executable, "-c", WITHOUT_TRAINER, json.dumps([*drives, *others])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == str([2] * len(drives) + [0] * len(others))
     sentence = "nsa-bench: {} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]"
-    assert done.stderr.splitlines() == [sentence.format(verb) for verb, *_ in drives]
+    assert done.stderr.splitlines() == [sentence.format(command) for command, *_ in drives]
     assert not any(tmp_path.iterdir())

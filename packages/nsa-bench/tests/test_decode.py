@@ -12,12 +12,13 @@ from torch import Tensor
 
 from nsa_bench import decode, measurement
 from nsa_bench.cli import run_command
-from nsa_bench.decode import DecodeResult, DecodeStep, make_decode_plan, measure_case
+from nsa_bench.decode import DecodeResult, DecodeStep, best_of, make_decode_cases, measure_case
 from nsa_bench.options import DecodeOptions
 from nsa_core import blocks
 from nsa_core.testing.tolerances import allowed_error
 
 pytestmark = pytest.mark.usefixtures("once")
+CPU = torch.device("cpu")
 WORDS = ["--device", "cpu", "--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24"]
 COLUMNS = ["S", "ms_total", "ms_cmp", "ms_sel", "ms_win"]
 
@@ -29,8 +30,12 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "MAX_COUNT", 1)
 
 
-def plan_of(**options: Any) -> decode.DecodePlan:
-    return make_decode_plan(DecodeOptions(device="cpu", shapes="4/2/16/8", geometry="8/4/16/4/24", **options))
+def options_of(**options: Any) -> DecodeOptions:
+    return DecodeOptions(device="cpu", shapes="4/2/16/8", geometry="8/4/16/4/24", **options)
+
+
+def case_of(**options: Any) -> decode.DecodeCase:
+    return make_decode_cases(options_of(**options))[0]
 
 
 def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +45,7 @@ def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.Cap
         rows = list(csv.DictReader(file))
     assert list(rows[0])[: len(COLUMNS)] == COLUMNS
     assert [(int(row["batch"]), int(row["S"])) for row in rows] == [(1, 7), (1, 100), (1, 129), (3, 7), (3, 100), (3, 129)]
-    geometry = plan_of().cases[0].geometry
+    geometry = case_of().geometry
     for row in rows:
         expected = blocks.predicted_reads(int(row["S"]), geometry)
         assert int(row["reads_actual_decode"]) == int(row["reads_expected_decode"]) == expected
@@ -57,20 +62,20 @@ def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_stores_of_fp8_are_checked_and_timed_as_well() -> None:
-    plan = plan_of(context="7,100", batch="3", kv_dtype="fp8")
-    for case in plan.cases:
-        step = DecodeStep(case, plan.device, "auto")
+    options = options_of(context="7,100", batch="3", kv_dtype="fp8")
+    for case in make_decode_cases(options):
+        step = DecodeStep(case, CPU, "auto")
         assert step.slc.k.dtype == step.win.v.dtype == torch.float8_e4m3fn
         assert step.cmp.k.dtype == torch.float32
-        result = measure_case(case, plan)
+        result = measure_case(case, CPU, options)
         assert result.failure is None
         assert result.times["total"] > 0
-        assert result.best_dense() is not None
+        assert best_of(result.dense) is not None
         assert decode.to_row(result, {})["kv_dtype"] == "float8_e4m3fn"
 
 
 def test_a_scale_of_fp8_that_is_wrong_fails_the_check() -> None:
-    step = DecodeStep(plan_of(context="100", batch="3", kv_dtype="fp8").cases[0], torch.device("cpu"), "auto")
+    step = DecodeStep(case_of(context="100", batch="3", kv_dtype="fp8"), CPU, "auto")
     step.append()
     attend = step.attend
 
@@ -94,19 +99,19 @@ def test_a_scale_of_fp8_that_is_wrong_fails_the_check() -> None:
     ],
 )
 def test_the_parts_that_are_asked_for_are_timed_and_the_columns_of_others_are_empty(parts: str, expected: set[str]) -> None:
-    plan = plan_of(context="100", batch="1", baseline=False, parts=parts)
-    result = measure_case(plan.cases[0], plan)
+    options = options_of(context="100", batch="1", baseline=False, parts=parts)
+    result = measure_case(make_decode_cases(options)[0], CPU, options)
     assert set(result.times) == expected
     row = decode.to_row(result, {})
     assert {name for name in (*decode.STEP_PARTS, *decode.BRANCH_PARTS) if row[f"ms_{name}"] is not None} == expected
 
 
 def test_a_step_alone_is_timed_by_default() -> None:
-    assert plan_of().parts == ("total", "append", "attend")
+    assert decode.parse_parts(DecodeOptions().parts) == ("total", "append", "attend")
 
 
 def test_the_table_shows_what_dense_attention_takes_over_what_a_step_takes() -> None:
-    case = plan_of(context="100", batch="1").cases[0]
+    case = case_of(context="100", batch="1")
     times = {"total": 9.0, "graph total": 0.05}
     result = DecodeResult(case=case, times=times, dense={"torch flash": 1.0, "graph torch flash": 0.1, "graph torch cuDNN": 0.2})
     table = decode.decode_table([result, DecodeResult(case=case, times=times)])
@@ -116,8 +121,7 @@ def test_the_table_shows_what_dense_attention_takes_over_what_a_step_takes() -> 
 
 @pytest.mark.parametrize("context", [7, 8, 30, 100, 129])
 def test_the_reference_equals_the_oracle_in_float64(context: int) -> None:
-    plan = plan_of(context=str(context), batch="3", dtype="fp64")
-    step = DecodeStep(plan.cases[0], plan.device, "auto")
+    step = DecodeStep(case_of(context=str(context), batch="3", dtype="fp64"), CPU, "auto")
     step.append()
     result = step.check()
     assert result.failure is None
@@ -126,8 +130,7 @@ def test_the_reference_equals_the_oracle_in_float64(context: int) -> None:
 
 
 def test_the_reference_reads_the_rows_alone_that_a_step_sees() -> None:
-    plan = plan_of(context="129", batch="1")
-    step = DecodeStep(plan.cases[0], plan.device, "auto")
+    step = DecodeStep(case_of(context="129", batch="1"), CPU, "auto")
     step.append()
     record = decode._Record()
     step.attend(observers=(record,))
@@ -146,8 +149,8 @@ def test_the_limit_counts_the_error_of_torchs_own_attention(monkeypatch: pytest.
         return allowed_error(expected, dtype, torch_error)
 
     monkeypatch.setattr(decode, "allowed_error", noted)
-    plan = plan_of(context="100", batch="2", dtype="bf16", baseline=False)
-    result = measure_case(plan.cases[0], plan)
+    options = options_of(context="100", batch="2", dtype="bf16", baseline=False)
+    result = measure_case(make_decode_cases(options)[0], CPU, options)
     assert result.failure is None
     # one rounding to bf16, not a wrong reference
     assert 0 < errors[0] < 0.02
@@ -172,8 +175,8 @@ def test_a_wrong_choice_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.expand(*importance.shape[:-1], -1)
 
     monkeypatch.setattr(decode, "choose_blocks", shifted)
-    plan = plan_of(context="100", batch="1", baseline=False)
-    result = measure_case(plan.cases[0], plan)
+    options = options_of(context="100", batch="1", baseline=False)
+    result = measure_case(make_decode_cases(options)[0], CPU, options)
     assert "choices of blocks differ above the near-tie margin" in str(result.failure)
     assert result.times == {}
 
@@ -204,7 +207,7 @@ def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsy
 
 def test_every_option_and_column_is_on_the_reference_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text()
-    plan = plan_of(context="20", batch="1")
+    options = options_of(context="20", batch="1")
     names = [f"--{field.name.replace('_', '-')}" for field in attrs.fields(DecodeOptions) if field.name not in ("baseline", "peers")]
-    columns = list(decode.to_row(measure_case(plan.cases[0], plan), {}))
+    columns = list(decode.to_row(measure_case(make_decode_cases(options)[0], CPU, options), {}))
     assert [name for name in (*names, "--no-baseline", "--no-peers", *columns) if f"`{name}" not in page] == []

@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from nsa_bench import decode, measurement, peers
-from nsa_bench.decode import DecodeResult, DecodeStep, make_decode_plan, measure_peers
+from nsa_bench.decode import DecodeResult, DecodeStep, best_of, make_decode_cases, measure_peers
 from nsa_bench.options import DecodeOptions
 from nsa_bench.peers import DECODE_PEERS, FlashLinearAttentionStep, FlashNSAStep
 
@@ -19,8 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def step_of(context: int, shape: str = "4/2/16/8", geometry: str = "8/4/16/4/24", batch: str = "3") -> DecodeStep:
     options = DecodeOptions(device="cpu", shapes=shape, geometry=geometry, context=str(context), batch=batch, dtype="fp64")
-    plan = make_decode_plan(options)
-    step = DecodeStep(plan.cases[0], plan.device, "auto")
+    step = DecodeStep(make_decode_cases(options)[0], CPU, "auto")
     step.append()
     return step
 
@@ -162,8 +161,8 @@ def test_every_reason_is_given_at_once(fla: None, flash_nsa: None) -> None:
         "l/d/l' = 8/4/16 (takes l = d = l')", "runs on a GPU only", "H/G = 2 (takes powers of 2 of at least 16)"
     ]  # fmt: skip
     assert FlashNSAStep().reasons_against(case, CUDA) == []
-    plan = make_decode_plan(DecodeOptions(device="cpu", shapes="36/2/100/24", geometry="24/12/252/4/24", context="20", batch="1"))
-    assert FlashNSAStep().reasons_against(plan.cases[0], CPU) == [
+    [case] = make_decode_cases(DecodeOptions(device="cpu", shapes="36/2/100/24", geometry="24/12/252/4/24", context="20", batch="1"))
+    assert FlashNSAStep().reasons_against(case, CPU) == [
         "runs on a GPU only",
         "float32 (takes bfloat16 and float16)",
         "d = 12 (takes powers of 2 that divide l)",
@@ -173,8 +172,8 @@ def test_every_reason_is_given_at_once(fla: None, flash_nsa: None) -> None:
         "D_v = 24 (takes powers of 2)",
     ]
     for shape in ("P", "L", "M"):
-        plan = make_decode_plan(DecodeOptions(device="cpu", shapes=shape, context="64", batch="1", dtype="bf16"))
-        assert FlashNSAStep().reasons_against(plan.cases[0], CUDA) == []
+        [case] = make_decode_cases(DecodeOptions(device="cpu", shapes=shape, context="64", batch="1", dtype="bf16"))
+        assert FlashNSAStep().reasons_against(case, CUDA) == []
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +194,10 @@ def test_a_peer_is_timed_and_a_failure_is_a_note(flash_nsa: None, chosen: dict[s
     step = step_of(100)
     result = step.check()
     found = measure_peers(step, result, DECODE_PEERS[1:])
-    assert found.peers["flash-nsa"] == found.best_peer() > 0
+    assert found.peers["flash-nsa"] == best_of(found.peers) > 0
     assert found.peer_errors["flash-nsa"] < 1e-9
     row = decode.to_row(found, {})
-    assert row["ms_peer"] == found.best_peer()
+    assert row["ms_peer"] == best_of(found.peers)
     assert row["peer_errors"].startswith("flash-nsa=")
     wrong = evolve(result, limit=1e-20)
     assert measure_peers(step, wrong, DECODE_PEERS[1:]).peer_notes == ("flash-nsa: not the result of the reference",)

@@ -51,15 +51,28 @@ def test_each_case_is_timed_without_and_with_counted_reads(tmp_path: Path, capsy
     assert "a layer's step, us" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("branches", "keys", "values"), [("win,slc", 3, 2), ("win", 1, 1)])
+def test_the_timed_layer_has_the_branches_that_are_named(tmp_path: Path, branches: str, keys: int, values: int) -> None:
+    file = tmp_path / "l.csv"
+    assert run_command(["layer", "--device", "cpu", *WORDS, "--context", "64", "--branches", branches, "--csv", str(file)]) == 0
+    with file.open() as opened:
+        [row] = csv.DictReader(opened)
+    # in the paper's order; reads are counted only for all three
+    assert (row["branches"], row["count_reads"]) == (",".join(sorted(branches.split(","))), "False")
+    # without `cmp` its keys still choose the blocks of `slc`
+    assert int(row["weight_bytes"]) == 4 * (32 * (64 + keys * 32 + values * 16) + 32 * 32 + gate_weights())
+    assert float(row["ms_eager"]) > 0
+
+
 def gate_weights() -> int:
-    built = NativeSparseAttention(cases_of()[0].config())
+    built = NativeSparseAttention(cases_of()[0].config)
     return sum(weight.numel() for weight in built.gate.parameters())
 
 
 def test_the_cache_is_filled_by_the_layer_and_holds_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "FILL_TOKENS", 14)
     case = cases_of(context="60", batch="2")[1]
-    built = NativeSparseAttention(case.config()).eval()
+    built = NativeSparseAttention(case.config).eval()
     with torch.no_grad():
         steps = LayerSteps(built, case, torch.device("cpu"), step_graphs=False)
         taken = layer.steps_of_a_cache(torch.device("cpu"))
@@ -74,7 +87,7 @@ def test_the_cache_is_filled_by_the_layer_and_holds_every_step(monkeypatch: pyte
 def test_repeated_operations_of_a_step_append_and_attend_and_change_nothing() -> None:
     case = cases_of()[0]
     registry = RouteRecorder.of_installed()
-    built = NativeSparseAttention(case.config(), registry=registry).eval()
+    built = NativeSparseAttention(case.config, registry=registry).eval()
     steps = LayerSteps(built, case, torch.device("cpu"), step_graphs=False)
     recorded = steps.operations(torch.ones(2, 1, 32))
     assert recorded.operations[0] is Operation.APPEND
@@ -90,7 +103,7 @@ def test_repeated_operations_of_a_step_append_and_attend_and_change_nothing() ->
 
 def test_all_linear_maps_of_a_step_are_timed() -> None:
     for kv, projections in (("separate", 7), ("shared", 3)):
-        built = NativeSparseAttention(cases_of(kv=kv)[0].config())
+        built = NativeSparseAttention(cases_of(kv=kv)[0].config)
         maps = linear_maps(built)
         assert len(maps) == projections + 2
         weights = {id(weight) for map_ in maps for weight in map_.parameters()}
@@ -110,7 +123,7 @@ def test_wrong_reads_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_one_wrong_count_of_a_sequence_is_found() -> None:
     case = cases_of()[1]
-    steps = LayerSteps(NativeSparseAttention(case.config()).eval(), case, torch.device("cpu"), step_graphs=False)
+    steps = LayerSteps(NativeSparseAttention(case.config).eval(), case, torch.device("cpu"), step_graphs=False)
     for _ in range(layer.CHECKED_STEPS):
         steps.step(torch.zeros(2, 1, 32))
     assert steps.wrong_reads() == []
@@ -143,6 +156,7 @@ def test_a_failure_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, capsy
         (["--hidden", "0"], "hidden_size=0"),
         (["--shapes", "5/2/16/8"], "5/2/16/8"),
         (["--batch", "x"], "--batch has 'x'"),
+        (["--branches", "slc,dense"], "--branches has 'dense' (the rule: some of cmp, slc, win); use cmp"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nsa_bench import measurement, prefill
+from nsa_bench.cases import parse_geometry
 from nsa_bench.cli import run_command
 from nsa_bench.options import PrefillOptions
-from nsa_bench.prefill import Prompt, make_prefill_plan, to_rows
+from nsa_bench.prefill import Prompt, make_prefill_cases, to_rows
 from nsa_core import blocks
 
 pytestmark = pytest.mark.usefixtures("once")
@@ -27,8 +28,10 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "PASSES", 2)
 
 
-def plan_of(**options: Any) -> prefill.PrefillPlan:
-    return make_prefill_plan(PrefillOptions(device="cpu", shapes="4/2/16/8", geometry="8/4/16/4/24", **options))
+def prompt_of(context: str) -> Prompt:
+    options = PrefillOptions(device="cpu", shapes="4/2/16/8", geometry="8/4/16/4/24", context=context)
+    [case], _ = make_prefill_cases(options)
+    return Prompt(case, torch.device("cpu"), "auto")
 
 
 def test_tiles_are_compared_timed_and_their_reads_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +39,7 @@ def test_tiles_are_compared_timed_and_their_reads_counted(tmp_path: Path, capsys
     assert run_command(["prefill", *WORDS, "--context", "90,200", "--tile", "7,80", "--csv", str(file)]) == 0
     with file.open() as opened:
         rows = list(csv.DictReader(opened))
-    geometry = plan_of().cases[0].geometry
+    geometry = parse_geometry("8/4/16/4/24")
     found = {(int(row["S"]), int(row["tile"])): [one for one in rows if (one["S"], one["tile"]) == (row["S"], row["tile"])] for row in rows}
     assert {key: len(tiles) for key, tiles in found.items()} == {(90, 7): 13, (90, 80): 2, (200, 7): 29, (200, 80): 3}
     for (length, tile), tiles in found.items():
@@ -51,8 +54,7 @@ def test_tiles_are_compared_timed_and_their_reads_counted(tmp_path: Path, capsys
 
 
 def test_all_tiles_are_one_pass_of_the_same_rows() -> None:
-    plan = plan_of(context="150")
-    prompt = Prompt(plan.cases[0], plan.device, "auto")
+    prompt = prompt_of("150")
     for tile in (1, 23, 150):
         tiles = torch.cat([call() for call in prompt.calls(tile)], 1)
         torch.testing.assert_close(tiles, prompt.whole(), rtol=1e-4, atol=1e-5)
@@ -95,7 +97,6 @@ def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_option_and_column_is_on_the_reference_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text(encoding="utf-8")
-    plan = plan_of(context="20")
     names = [f"--{field.name}" for field in attrs.fields(PrefillOptions)]
-    columns = to_rows(Prompt(plan.cases[0], plan.device, "auto").measure(9, 0), {})[0]
+    columns = to_rows(prompt_of("20").measure(9, 0), {})[0]
     assert [name for name in (*names, *columns) if f"`{name}" not in page] == []

@@ -1,6 +1,8 @@
 """Recorded choices: saved without loss, and mapped to cases of other shapes."""
 
+import base64
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,17 @@ def test_a_file_without_choices_is_refused(content: str | None, tmp_path: Path) 
         path.write_text(content)
     with pytest.raises(OptionError, match="holds no recorded choices .*; name a JSON file of nsa-bench choices"):
         make_plan(AttentionOptions(selection=f"recorded:{path}"))
+
+
+def test_a_file_that_holds_more_than_it_says_or_never_ends_is_refused(file: str, tmp_path: Path) -> None:
+    table = json.loads(Path(file).read_text())
+    bomb = base64.b64encode(zlib.compress(bytes(2**20))).decode()
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"recorded": table["recorded"] | {"block_indices": bomb}}))
+    with pytest.raises(OptionError, match="holds no recorded choices"):
+        read_recording(str(path))
+    path.write_text(json.dumps({"recorded": table["recorded"] | {"shape": [1, 1, float("inf")]}}))
+    with pytest.raises(OptionError, match=r"holds no recorded choices \(OverflowError"):
+        read_recording(str(path))
+    with pytest.raises(OptionError, match=r"holds no recorded choices \(ValueError: no regular file\)"):
+        read_recording("/dev/zero")

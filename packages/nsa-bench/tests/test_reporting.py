@@ -15,7 +15,7 @@ from nsa_bench.attention.targets import Target, target_jobs
 from nsa_bench.cases import SHAPES, Case, head_shape, parse_geometry
 from nsa_bench.measurement import Direction, Measurement, Setup, Timing
 from nsa_bench.options import ResultFiles
-from nsa_bench.reporting import collect
+from nsa_bench.reporting import collect, measured_rows, progress_line
 from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder
 
@@ -50,7 +50,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path, console):
 
     files = ResultFiles(json_file=tmp_path / "a.json", csv_file=tmp_path / "a.csv")
     with pytest.raises(KeyboardInterrupt):
-        collect(found(), {"lengths": "64"}, Output(files, screen=console, progress=console))
+        collect(found(), {"lengths": "64"}, Output(files, screen=console, progress=console), progress_line, measured_rows)
     assert [row["operation"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == ["nsa", "win"]
     with (tmp_path / "a.csv").open(newline="") as file:
         assert [row["operation"] for row in csv.DictReader(file)] == ["nsa", "win"]
@@ -63,9 +63,9 @@ def test_a_file_that_cannot_be_written_is_reported_before_anything_runs(tmp_path
         yield ONE
 
     with pytest.raises(OSError, match="missing"):
-        collect(found(), {}, Output(ResultFiles(json_file=tmp_path / "missing" / "a.json")))
+        collect(found(), {}, Output(ResultFiles(json_file=tmp_path / "missing" / "a.json")), progress_line, measured_rows)
     with pytest.raises(IsADirectoryError):
-        collect(found(), {}, Output(ResultFiles(csv_file=tmp_path)))
+        collect(found(), {}, Output(ResultFiles(csv_file=tmp_path)), progress_line, measured_rows)
 
 
 def test_a_given_commit_stands_for_the_checkouts():

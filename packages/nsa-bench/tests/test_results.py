@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from nsa_bench.options import ResultFiles
-from nsa_bench.results import Output, write_csv, write_json
+from nsa_bench.results import Output, check_writable, write_csv, write_json
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path):
@@ -59,3 +60,26 @@ def test_the_target_of_a_link_is_replaced_and_a_pipe_is_written_to(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"rows": [1]}
     write_json(Path("/dev/null"), {"rows": [1]})
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_check_of_files_leaves_none_behind(tmp_path):
+    there, link = tmp_path / "a.json", tmp_path / "link.csv"
+    there.write_text("mine")
+    link.symlink_to(tmp_path / "b.csv")
+    Output(ResultFiles(json_file=there, csv_file=link)).check_files(tmp_path / "c.png", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "link.csv"]
+    assert there.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        Output(ResultFiles(json_file=tmp_path / "new.json", csv_file=tmp_path / "none" / "a.csv")).check_files()
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_a_pipe_that_has_no_path_can_be_written():
+    reader, writer = os.pipe()
+    try:
+        check_writable([Path(f"/dev/fd/{writer}")])
+        write_json(Path(f"/dev/fd/{writer}"), {"rows": [1]})
+        assert json.loads(os.read(reader, 100)) == {"rows": [1]}
+    finally:
+        os.close(reader)
+        os.close(writer)

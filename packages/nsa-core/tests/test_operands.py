@@ -24,6 +24,7 @@ from nsa_core import (
 from nsa_core.attention import append_rows
 from nsa_core.backends.base import NewRows
 from nsa_core.backends.layouts import over_rows
+from nsa_core.dispatch import make_call
 from nsa_core.reference import naive
 from nsa_core.reference.choose import choose
 from nsa_core.reference.sdpa import COMPUTE, sdpa_backends
@@ -331,7 +332,7 @@ def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anythi
     ]:
         keys = Keys(store, store, 8)._replace(**changes)
         with pytest.raises(InputError, match=message):
-            append_rows((NewRows(keys, new, None),), None, int32(start), int32(count), SMALL)
+            append_rows((NewRows(keys, new, None),), None, int32(start), int32(count), make_call(new, SMALL))
     assert not store.any()
 
 
@@ -348,12 +349,12 @@ def test_each_of_several_stores_is_checked_and_their_common_positions_once(monke
     ]:
         first = rows_of()
         with pytest.raises(InputError, match=message):
-            append_rows((first, other), None, start, count, SMALL)
+            append_rows((first, other), None, start, count, make_call(first.k, SMALL))
         assert not first.store.k.any()
     check_tensor = checks.check_tensor
     monkeypatch.setattr(checks, "check_tensor", lambda name, *others: names.append(name) or check_tensor(name, *others))
 
-    append_rows((rows_of(), rows_of(size=9), rows_of()), None, start, count, SMALL)
+    append_rows((rows_of(), rows_of(size=9), rows_of()), None, start, count, make_call(rows_of().k, SMALL))
 
     assert names == ["start", "count"]
 

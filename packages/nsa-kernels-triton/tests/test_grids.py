@@ -10,6 +10,7 @@ import nsa_kernels_triton
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, nsa_attention, sliding_window_attention
 from nsa_core.attention import append_rows, rotate_heads
 from nsa_core.backends.base import NewBlocks
+from nsa_core.dispatch import make_call
 from nsa_core.rope import RotaryEmbedding
 from nsa_kernels_triton import device, pipelines
 
@@ -80,13 +81,14 @@ def append(geometry, batch=1, groups=1):
     rows = [cache.new_rows(name, *(torch.zeros(batch, 1, groups, 16) for _ in range(2))) for name in ("raw", "slc", "win")]
     start, count = torch.ones(batch, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
     blocks = NewBlocks(cache.stores.keys_of("cmp"), rows[0], layer.compress_k, layer.compress_v, layer.rope)
-    append_rows(tuple(rows), blocks, start, count, geometry, config.backends, None)
+    append_rows(tuple(rows), blocks, start, count, make_call(rows[0].k, geometry, backend=config.backends))
 
 
 def rotate(batch=1, heads=1):
     """Rotate q and a key of one row of each sequence."""
     rope, start = RotaryEmbedding(16), torch.zeros(batch, dtype=torch.int32)
-    rotate_heads((torch.zeros(batch, 1, heads, 16), torch.zeros(batch, 1, 1, 16)), start, rope, SMALL_BLOCKS, {"rotate": "triton"}, None)
+    q, k = torch.zeros(batch, 1, heads, 16), torch.zeros(batch, 1, 1, 16)
+    rotate_heads((q, k), start, rope, make_call(q, SMALL_BLOCKS, backend={"rotate": "triton"}))
 
 
 def assert_within_limits(grids):

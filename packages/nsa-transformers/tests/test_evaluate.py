@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nsa_core.errors import ConfigError, InputError
 from nsa_transformers import NSAForCausalLM
@@ -180,3 +181,25 @@ def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):
     _needs_lm_eval()
     assert main([str(tmp_path / "nowhere"), "--tasks", str(tasks)]) == 2
     assert "nsa_transformers.evaluate: " in capsys.readouterr().err
+
+
+def test_code_of_another_folder_is_not_offered_to_run(tmp_path, tasks, capsys, monkeypatch):
+    _needs_lm_eval()
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    (tmp_path / "config.json").write_text('{"model_type": "foreign", "auto_map": {"AutoConfig": "modeling_foreign.ForeignConfig"}}')
+    (tmp_path / "modeling_foreign.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    assert main([str(tmp_path), "--tasks", str(tasks)]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert "cannot be loaded (" in capsys.readouterr().err
+
+
+def test_pickled_weights_of_another_family_are_refused(tmp_path, tasks, capsys):
+    _needs_lm_eval()
+    config = LlamaConfig(vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    torch.save(LlamaForCausalLM(config).state_dict(), tmp_path / "pytorch_model.bin")
+    byte_tokenizer(128).save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--tasks", str(tasks), "--limit", "1"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be loaded (" in line

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import BenchError, OptionError, require_transformers, shipped_recipes, trainer_for
-from nsa_bench.needle import shipped_plans as needle_plans
 from nsa_bench.options import (
     AttentionOptions,
     CallShape,
@@ -56,7 +55,7 @@ def backends(
     compute_capability: Annotated[
         str | None, Parameter(help="Compute capability to assume, for example 8.9; no such GPU is needed.")
     ] = None,
-    shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
+    shape: CallShape = CallShape(),
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, including broken ones."""
     from nsa_bench.backends import run_backends
@@ -66,96 +65,56 @@ def backends(
 
 
 @app.command
-def attention(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: AttentionOptions = AttentionOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def attention(*, files: ResultFiles = NO_FILES, options: AttentionOptions = AttentionOptions(), commit: Commit = None) -> int:
     """Time the operations, forward and backward, and the best dense attention; a wrong result gets no time."""
     from nsa_bench.attention.run import run_attention
 
-    return _exit_code(run_attention(options, Output(files, commit)))
+    return _exit_of_measurements(run_attention(options, Output(files, commit)))
 
 
 @app.command
-def decode(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: DecodeOptions = DecodeOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
-    """Time a step over full caches, eager and by CUDA graph, and dense attention; a wrong result gets no time."""
+def decode(*, files: ResultFiles = NO_FILES, options: DecodeOptions = DecodeOptions(), commit: Commit = None) -> int:
+    """Time a step over full caches, from Python and by CUDA graph, and dense attention; a wrong result gets no time."""
     from nsa_bench.decode import run_decode
 
-    results = run_decode(options, Output(files, commit))
-    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+    return _exit_code(any(one.failure for one in run_decode(options, Output(files, commit))))
 
 
 @app.command
-def layer(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: LayerOptions = LayerOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def layer(*, files: ResultFiles = NO_FILES, options: LayerOptions = LayerOptions(), commit: Commit = None) -> int:
     """Time a decode step of a whole layer: its projections alone, by CUDA graph, and from Python; a wrong step gets no time."""
     from nsa_bench.layer import run_layer
 
-    results = run_layer(options, Output(files, commit))
-    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+    return _exit_code(any(one.failure for one in run_layer(options, Output(files, commit))))
 
 
 @app.command
-def generate(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: GenerateOptions = GenerateOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def generate(*, files: ResultFiles = NO_FILES, options: GenerateOptions = GenerateOptions(), commit: Commit = None) -> int:
     """Time text generation with NSA, and with dense models of the same sizes; needs nsa-transformers."""
     require_transformers("generate")
     from nsa_bench.generate import run_generate
 
-    results = run_generate(options, Output(files, commit))
-    return BenchError.exit_code if any("nsa" in one.reasons for one in results) else 0
+    return _exit_code(any("nsa" in one.reasons for one in run_generate(options, Output(files, commit))))
 
 
 @app.command
-def prefill(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: PrefillOptions = PrefillOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def prefill(*, files: ResultFiles = NO_FILES, options: PrefillOptions = PrefillOptions(), commit: Commit = None) -> int:
     """Time a long prompt in tiles over a cache, and one pass without it, and count its reads; a wrong result gets no time."""
     from nsa_bench.prefill import run_prefill
 
-    results = run_prefill(options, Output(files, commit))
-    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+    return _exit_code(any(one.failure for one in run_prefill(options, Output(files, commit))))
 
 
 @app.command
-def select(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: SelectOptions = SelectOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def select(*, files: ResultFiles = NO_FILES, options: SelectOptions = SelectOptions(), commit: Commit = None) -> int:
     """Time the choice of blocks alone, by every installed backend, for one sequence and for packed ones."""
     from nsa_bench.selecting import run_select
 
-    results = run_select(options, Output(files, commit))
-    return BenchError.exit_code if any(one.reason for one in results) else 0
+    return _exit_code(any(one.reason for one in run_select(options, Output(files, commit))))
 
 
 @app.command
-def thresholds(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: ThresholdOptions = ThresholdOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def thresholds(*, files: ResultFiles = NO_FILES, options: ThresholdOptions = ThresholdOptions(), commit: Commit = None) -> int:
     """Find the shortest length at which each installed kernel beats the reference, and every other kernel, by a margin."""
     from nsa_bench.thresholds import run_thresholds
 
@@ -164,29 +123,19 @@ def thresholds(
 
 
 @app.command(name="fa2-sweep")
-def fa2_sweep(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: SweepOptions = SweepOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
-    """Time dense attention by head dimension, length and dtype, and find the knee of each kernel's curve."""
+def fa2_sweep(*, files: ResultFiles = NO_FILES, options: SweepOptions = SweepOptions(), commit: Commit = None) -> int:
+    """Time dense attention by head dimension, length and dtype, and find from which length each kernel is near its best rate."""
     from nsa_bench.fa2_sweep import run_fa2_sweep
 
-    return 0 if run_fa2_sweep(options, Output(files, commit)) else BenchError.exit_code
+    return _exit_code(not run_fa2_sweep(options, Output(files, commit)))
 
 
 @app.command
-def compare(
-    *,
-    files: ResultFiles = NO_FILES,
-    options: CompareOptions = CompareOptions(),  # noqa: B008 - a frozen value
-    commit: Commit = None,
-) -> int:
+def compare(*, files: ResultFiles = NO_FILES, options: CompareOptions = CompareOptions(), commit: Commit = None) -> int:
     """Time the whole operation and other packages that are installed, each with its error."""
     from nsa_bench.compare import run_compare
 
-    return _exit_code(run_compare(options, Output(files, commit)))
+    return _exit_of_measurements(run_compare(options, Output(files, commit)))
 
 
 @app.command
@@ -207,12 +156,12 @@ def train(
         from nsa_bench.train import run_train
 
         results = run_train(recipe, set_ or (), steps=steps, twins=twins, output=Output(files, commit))
-    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+    return _exit_code(any(one.failure for one in results))
 
 
 @app.command
 def ablate(
-    plan: Annotated[str, Parameter(help=f"A shipped plan ({', '.join(shipped_plans())}) or the path of a TOML file.")],
+    plan: Annotated[str, Parameter(help=f"A shipped plan ({', '.join(shipped_plans('ablate'))}) or the path of a TOML file.")],
     /,
     *,
     out: Annotated[
@@ -237,12 +186,12 @@ def ablate(
         is_whole = run_ablation(
             plan, out, set_ or (), side_by_side=side_by_side, minutes=minutes, earlier=earlier or (), png_file=png_file, output=output
         )
-    return 0 if is_whole else BenchError.exit_code
+    return _exit_code(not is_whole)
 
 
 @app.command
 def needle(
-    plan: Annotated[str, Parameter(help=f"A shipped plan ({', '.join(needle_plans())}) or the path of a TOML file.")],
+    plan: Annotated[str, Parameter(help=f"A shipped plan ({', '.join(shipped_plans('needle'))}) or the path of a TOML file.")],
     /,
     *,
     out: Annotated[
@@ -263,7 +212,7 @@ def needle(
 
         output = Output(files, commit)
         is_whole = run_needle(plan, out, set_ or (), arms=arm or (), minutes=minutes, png_file=png_file, output=output)
-    return 0 if is_whole else BenchError.exit_code
+    return _exit_code(not is_whole)
 
 
 @app.command
@@ -298,12 +247,12 @@ def smoke(
         from nsa_bench.smoke import run_smoke
 
         is_sound = run_smoke(run_dir, baseline=compare_baseline, tolerance=tolerance, output=Output(files))
-    return 0 if is_sound else BenchError.exit_code
+    return _exit_code(not is_sound)
 
 
 @app.command
 def report(
-    paths: Annotated[list[Path], Parameter(name="PATH", help="JSON files of verbs, or folders of them.")],
+    paths: Annotated[list[Path], Parameter(name="PATH", help="JSON files of commands, or folders of them.")],
     /,
     *,
     out: Annotated[Path, Parameter(name=("-o", "--out"), help="The page to write.")] = Path("nsa-bench.html"),
@@ -326,12 +275,16 @@ def env(*, files: ResultFiles = NO_FILES) -> int:
     return 0
 
 
-def _exit_code(measurements: "list[Measurement]") -> int:
+def _exit_code(has_failed: bool) -> int:
+    return BenchError.exit_code if has_failed else 0
+
+
+def _exit_of_measurements(measurements: "list[Measurement]") -> int:
     """Return 1, with a message, if one of our operations gave no right result; an absent peer does not count."""
     failed = [one for one in measurements if one.is_failure]
     if failed:
         print(f"nsa-bench: {len(failed)} of {len(measurements)} results are wrong or failed; the table says why", file=sys.stderr)
-    return BenchError.exit_code if failed else 0
+    return _exit_code(bool(failed))
 
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:

@@ -30,7 +30,7 @@ from nsa_bench.measurement import (
 )
 from nsa_bench.options import CompareOptions
 from nsa_bench.peers import import_problem, limits_of_fla, shared_blocks
-from nsa_bench.reporting import attention_tables, collect
+from nsa_bench.reporting import attention_tables, collect, measured_rows, progress_line
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
 from nsa_core import nsa_attention
@@ -198,7 +198,7 @@ def run_compare(options: CompareOptions, output: Output) -> list[Measurement]:
     device, jobs = make_comparisons(options)
     check_backend(options.backend, (("nsa", job.case) for job in jobs), device)
     setup = Setup(device=device, registry=RouteRecorder.of_installed(), backend=options.backend)
-    measurements = collect(run_comparisons(jobs, setup), attrs.asdict(options), output)
+    measurements = collect(run_comparisons(jobs, setup), attrs.asdict(options), output, progress_line, measured_rows)
     output.show(*attention_tables(measurements))
     return measurements
 

@@ -1,4 +1,4 @@
-"""`nsa-bench decode`: time one step over full caches, eager and by CUDA graph, and compare it with dense attention and other packages.
+"""`nsa-bench decode`: time one step over full caches, from Python and by CUDA graph, and compare it with dense attention and other packages.
 
 A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
 random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong step gets no time.
@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
+from nsa_bench.measurement import describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
 from nsa_bench.peers import DECODE_PEERS, DecodePeer
+from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
 from nsa_bench.routes import check_name
 from nsa_core import blocks
@@ -32,6 +33,7 @@ from nsa_core.backends.base import Keys, NewBlocks, Queries
 from nsa_core.backends.layouts import keys_in_rows
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.dispatch import make_call
 from nsa_core.gating import gated_sum
 from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.kv_cache.stores import Stores
@@ -69,18 +71,6 @@ class DecodeCase:
 
 
 @frozen(kw_only=True)
-class DecodePlan:
-    """The cases and parts that are measured."""
-
-    cases: tuple[DecodeCase, ...]
-    device: torch.device
-    backend: str
-    parts: tuple[str, ...]
-    has_baselines: bool
-    has_peers: bool
-
-
-@frozen(kw_only=True)
 class DecodeResult:
     """The figures of one case, or why it has none. Times are medians in ms: of calls from Python, and of replays of a CUDA graph."""
 
@@ -108,22 +98,14 @@ class DecodeResult:
     time_seconds: float = 0.0
     """Duration of the measurements, including compilation."""
 
-    def best_dense(self, way: str = "") -> float | None:
-        """Return the least time of a dense kernel, eager or by graph ("graph ")."""
-        return best_of(self.dense, way)
 
-    def best_peer(self, way: str = "") -> float | None:
-        """Return the least time of another package, as `best_dense`."""
-        return best_of(self.peers, way)
-
-
-def best_of(times: dict[str, float], way: str) -> float | None:
-    """Return the least time, eager or by graph ("graph ")."""
+def best_of(times: dict[str, float], way: str = "") -> float | None:
+    """Return the least time of any kernel or package, from Python or by graph ("graph ")."""
     return min((time for name, time in times.items() if name.startswith("graph ") == bool(way)), default=None)
 
 
-def make_decode_plan(options: DecodeOptions) -> DecodePlan:
-    """Return the plan that `options` describe.
+def make_decode_cases(options: DecodeOptions) -> tuple[DecodeCase, ...]:
+    """Return the cases that `options` describe.
 
     Raises:
         OptionError: if options are invalid.
@@ -138,15 +120,12 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
     odd = [shape for shape in shapes if shape.head_dim_qk % 2]
     if odd:
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
-    cases = tuple(
+    parse_parts(options.parts)
+    check_name(options.backend)
+    return tuple(
         DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype, kv_dtype=kv_dtype)
         for shape, batch, context in product(shapes, batches, contexts)
     )
-    parts = parse_parts(options.parts)
-    check_name(options.backend)
-    return DecodePlan(
-        cases=cases, device=device, backend=options.backend, parts=parts, has_baselines=options.baseline, has_peers=options.peers
-    )  # fmt: skip
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
@@ -164,37 +143,32 @@ def parse_parts(text: str) -> tuple[str, ...]:
 
 def run_decode(options: DecodeOptions, output: Output) -> list[DecodeResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    plan = make_decode_plan(options)
-    output.check_files()
-    results: list[DecodeResult] = []
-    common = common_columns(output.environment)
-    for case in plan.cases:
-        free_cached_memory(plan.device)
-        results.append(measure_case(case, plan))
-        output.say(progress_line(results[-1]))
-        rows = [to_row(one, common) for one in results]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+    device = find_device(options.device)
+    found = (measure_case(case, device, options) for case in make_decode_cases(options))
+    results = collect(found, attrs.asdict(options), output, progress_line, in_rows(to_row))
     output.show(decode_table(results))
     return results
 
 
 @torch.no_grad()
-def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
+def measure_case(case: DecodeCase, device: torch.device, options: DecodeOptions) -> DecodeResult:
     """Return the figures of a step, or why there are none: it does not fit, nothing serves it, or it is wrong."""
+    free_cached_memory(device)
+    parts = parse_parts(options.parts)
     began = time.perf_counter()
     try:
-        step = DecodeStep(case, plan.device, plan.backend)
+        step = DecodeStep(case, device, options.backend)
         step.append()
         result = step.check()
         checked = time.perf_counter()
         result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
-            dense, dense_failed = _dense_kernels(step) if plan.has_baselines else ({}, [])
-            times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
-            dense_times, dense_notes = _times(dense, plan.device)
+            dense, dense_failed = _dense_kernels(step) if options.baseline else ({}, [])
+            times, notes = _times({name: call for name, call in step.parts().items() if name in parts}, device)
+            dense_times, dense_notes = _times(dense, device)
             del dense
             result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_failed, *dense_notes))
-            result = measure_peers(step, result) if plan.has_peers and case.kv_dtype is None else result
+            result = measure_peers(step, result) if options.peers and case.kv_dtype is None else result
             result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))
@@ -234,15 +208,14 @@ def measure_peers(step: "DecodeStep", result: DecodeResult, peers: tuple[DecodeP
 
 
 def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Return the medians by name, eager and on a GPU by graph, and notes on calls that could not be timed."""
+    """Return the medians by name, from Python and on a GPU by graph, and notes on calls that could not be timed."""
     found, notes = {}, []
     for name, call in calls.items():
         try:
             is_gpu = device.type == "cuda"
             found[name] = time_call(call, device, max_count=HOST_COUNT if is_gpu else None).median_ms
             if is_gpu:
-                timing: Timing = time_call(replay_of(call, device), device)
-                found[f"graph {name}"] = timing.median_ms
+                found[f"graph {name}"] = time_call(replay_of(call, device), device).median_ms
         except Exception as error:  # noqa: BLE001 - an absent dense kernel may raise anything
             notes.append(f"{name}: {describe_failure(error)}")
     return found, notes
@@ -312,7 +285,8 @@ class DecodeStep:
 
     def append(self) -> None:
         """Write the step; if the named backend writes no caches, use the best backend that does."""
-        append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, self.geometry, self.backend)
+        call = make_call(self.queries.q, self.geometry, backend=self.backend)
+        append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, call)
 
     def attend(self, branches: tuple[str, ...] = ("cmp", "slc", "win"), observers: tuple[AttentionObserver, ...] = ()) -> Tensor:
         """Return the gated sum of `branches`."""
@@ -425,9 +399,9 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
         "batch": one.case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
         "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "dtype": str(one.case.dtype).removeprefix("torch."),
         "kv_dtype": str(one.case.kv_dtype or one.case.dtype).removeprefix("torch."),
-        "ms_dense": one.best_dense(), "graph_ms_dense": one.best_dense("graph "),
+        "ms_dense": best_of(one.dense), "graph_ms_dense": best_of(one.dense, "graph "),
         "dense": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.dense.items()),
-        "ms_peer": one.best_peer(), "graph_ms_peer": one.best_peer("graph "),
+        "ms_peer": best_of(one.peers), "graph_ms_peer": best_of(one.peers, "graph "),
         "peers": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.peers.items()),
         "peer_errors": " ".join(f"{name.replace(' ', '_')}={error:.2e}" for name, error in one.peer_errors.items()),
         "peer_notes": " | ".join(one.peer_notes),
@@ -462,13 +436,13 @@ def decode_table(results: list[DecodeResult]) -> Table:
         if one.failure is not None:
             table.add_row(Text(str(one.case)), Text(one.failure, style="red"))
             continue
-        dense = one.best_dense(way)
+        dense = best_of(one.dense, way)
         figures = [one.times.get(f"{way}{name}") for name in ("append", "attend", "total")]
         figures += [one.times.get("total"), dense]
         step = figures[2]
         ratio = "-" if dense is None or step is None else f"{dense / step:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
-        *own, peer = (Text(number(None if x is None else 1e3 * x)) for x in (*figures, one.best_peer(way)))
+        *own, peer = (Text(number(None if x is None else 1e3 * x)) for x in (*figures, best_of(one.peers, way)))
         table.add_row(Text(str(one.case)), *own, ratio, peer, error)
     notes = dict.fromkeys(note for one in results for note in (*one.notes, *one.peer_notes))
     table.caption = Text("\n".join(notes)) if notes else None

@@ -30,21 +30,16 @@ class TrainerError(BenchError):
         self.exit_code = exit_code
 
 
-def has_trainer() -> bool:
-    """Return True if nsa-train, an extra of this package, is installed."""
-    return find_spec("nsa_train") is not None
-
-
 @contextmanager
-def trainer_for(verb: str) -> Iterator[None]:
-    """Allow the command `verb` to use nsa-train in the block.
+def trainer_for(command: str) -> Iterator[None]:
+    """Allow the command `command` to use nsa-train in the block.
 
     Raises:
         OptionError: if nsa-train is not installed.
         TrainerError: if nsa-train refuses something, or fails.
     """
-    if not has_trainer():
-        raise OptionError(f"{verb} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
+    if find_spec("nsa_train") is None:
+        raise OptionError(f"{command} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
     from nsa_train.errors import TrainError
 
     try:
@@ -53,19 +48,19 @@ def trainer_for(verb: str) -> Iterator[None]:
         raise TrainerError(str(error), error.exit_code) from error
 
 
-def require_transformers(verb: str) -> None:
-    """Check that the command `verb` can use nsa-transformers.
+def require_transformers(command: str) -> None:
+    """Check that the command `command` can use nsa-transformers.
 
     Raises:
         OptionError: if it is not installed.
     """
     if find_spec("nsa_transformers") is None:
-        raise OptionError(f"{verb} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
+        raise OptionError(f"{command} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
 
 
 def shipped_recipes() -> Iterable[str]:
     """Return the names of nsa-train's recipes; no names if it is not installed."""
-    if not has_trainer():
+    if find_spec("nsa_train") is None:
         return ()
     from nsa_train.settings.recipe import shipped_recipes
 

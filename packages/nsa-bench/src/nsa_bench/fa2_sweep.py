@@ -4,7 +4,6 @@ The knee is the shortest length at which a kernel reaches 90 % of its best rate 
 and partly filled tiles take most of the time.
 """
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -18,9 +17,9 @@ from nsa_bench.attention.run import run_jobs
 from nsa_bench.baselines import parse_baselines
 from nsa_bench.cases import DTYPES, Case, find_device, given, head_shape, lengths_of, parse_lengths, parse_names, visible_pairs
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
+from nsa_bench.measurement import Direction, Job, Measurement, Setup, to_row
 from nsa_bench.options import SweepOptions
-from nsa_bench.reporting import progress_line
+from nsa_bench.reporting import collect, progress_line
 from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder
 
@@ -53,7 +52,7 @@ class Curve:
         return min(length for length, rate in self.rates.items() if rate >= KNEE * self.best)
 
 
-def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
+def sweep_jobs(options: SweepOptions, device: torch.device) -> tuple[Job, ...]:
     """Return a job per head dimension, dtype and length.
 
     Raises:
@@ -64,7 +63,7 @@ def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
     if not baselines:
         raise OptionError("--baseline=none leaves nothing to time; use flash")
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
-    return [
+    return tuple(
         Job(
             case=Case(shape=head_shape(HEADS, HEADS, dim, dim), seq_len=length, dtype=DTYPES[dtype]),
             operations=(),
@@ -72,30 +71,22 @@ def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
             baselines=baselines,
         )
         for dtype, dim, length in product(dtypes, parse_lengths(options.head_dims, "--head-dims"), lengths_of(options.lengths, device))
-    ]
+    )
 
 
 def run_fa2_sweep(options: SweepOptions, output: Output) -> list[Curve]:
     """Measure the cases of `options`, print the table, write the files after every result, and return the curves."""
+
+    def lists_of(measurements: list[Measurement], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        rows = [{**to_row(one, common), "tflops": rate_of(one)} for one in measurements]
+        return {"rows": rows, "knees": [to_dict(curve) for curve in curves_of(measurements)]}
+
     device = find_device(options.device)
-    jobs = sweep_jobs(options, device)
-    output.check_files()
-    common = common_columns(output.environment)
-    measurements: list[Measurement] = []
-    curves: list[Curve] = []
-    for one in _measured(jobs, device):
-        measurements.append(one)
-        output.say(progress_line(one))
-        curves = curves_of(measurements)
-        rows = [{**to_row(measurement, common), "tflops": rate_of(measurement)} for measurement in measurements]
-        content = {"environment": output.environment, "options": attrs.asdict(options), "rows": rows, "knees": [to_dict(c) for c in curves]}
-        output.write(content, rows)
+    found = run_jobs(sweep_jobs(options, device), Setup(device=device, registry=RouteRecorder.of_installed()))
+    measurements = collect(found, attrs.asdict(options), output, progress_line, lists_of)
+    curves = curves_of(measurements)
     output.show(curve_table(curves, [one for one in measurements if one.reason]))
     return curves
-
-
-def _measured(jobs: list[Job], device: torch.device) -> Iterator[Measurement]:
-    return run_jobs(tuple(jobs), Setup(device=device, registry=RouteRecorder.of_installed()))
 
 
 def rate_of(one: Measurement) -> float | None:
@@ -136,7 +127,7 @@ def to_dict(one: Curve) -> dict[str, Any]:
 
 def curve_table(curves: list[Curve], absent: list[Measurement]) -> Table:
     """Return a line per curve: its knee, and its rates by length."""
-    table = Table("kernel", "D", "dtype", "pass", "knee", "best", "TFLOP/s by tokens", title="dense attention")
+    table = Table("kernel", "D", "dtype", "pass", f"tokens for {KNEE:.0%}", "best", "TFLOP/s by tokens", title="dense attention")
     for one in curves:
         rates = "  ".join(f"{length}: {number(rate)}" for length, rate in one.rates.items())
         dtype = str(one.dtype).removeprefix("torch.")

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import GenerateOptions
+from nsa_bench.reporting import collect
 from nsa_bench.results import Output, number
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
@@ -137,17 +138,14 @@ def make_generate_cases(options: GenerateOptions) -> tuple[GenerateCase, ...]:
 
 def run_generate(options: GenerateOptions, output: Output) -> list[GenerateResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    cases, device = make_generate_cases(options), find_device(options.device)
-    output.check_files()
-    results: list[GenerateResult] = []
-    common = common_columns(output.environment)
-    for case in cases:
-        results.append(measure_generate(case, device))
-        output.say(f"{case}: " + ", ".join(f"{way} {number(results[-1].tokens_per_second(way))}" for way in WAYS) + " tokens/s")
-        for way, reason in results[-1].reasons.items():
-            output.say(f"{way}: {reason}")
-        rows = [row for one in results for row in to_rows(one, common)]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def lines(one: GenerateResult) -> str:
+        rates = ", ".join(f"{way} {number(one.tokens_per_second(way))}" for way in WAYS)
+        return "\n".join([f"{one.case}: {rates} tokens/s", *(f"{way}: {reason}" for way, reason in one.reasons.items())])
+
+    device = find_device(options.device)
+    found = (measure_generate(case, device) for case in make_generate_cases(options))
+    results = collect(found, attrs.asdict(options), output, lines, to_rows)
     output.show(generate_table(results))
     return results
 
@@ -159,13 +157,13 @@ def measure_generate(case: GenerateCase, device: torch.device) -> GenerateResult
     ways: dict[str, Callable[[GenerateCase, torch.device], dict[str, Any]]] = {
         "nsa": _nsa, "nsa graph": _nsa_by_graph, "dense graph": _dense_by_graph, "transformers": _by_transformers,
     }  # fmt: skip
-    for way in WAYS:
+    for way, measure in ways.items():
         # sizes of earlier cases would be compiled as symbols, and a compiled model is a cycle of references
         torch.compiler.reset()
         gc.collect()
         free_cached_memory(device)
         try:
-            found = ways[way](case, device)
+            found = measure(case, device)
         except Exception as error:  # noqa: BLE001 - one way's failure is a result, not the end of the others
             result = attrs.evolve(result, reasons=result.reasons | {way: describe_failure(error)})
             continue
@@ -247,15 +245,30 @@ def _nsa_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
     return times
 
 
-class NSAStep(nn.Module):
-    """A step of an NSA decoder over static caches: the next token of every sequence, which the caches take."""
+class Step(nn.Module):
+    """A step of a decoder: the next token of every sequence."""
+
+    def __init__(self, decoder: Decoder, batch: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.register_buffer("ids", torch.zeros(batch, 1, dtype=torch.long), persistent=False)
+
+    def logits(self) -> Tensor:
+        """Return the logits `(B, 1, vocab_size)` of the current ids."""
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        """Return the next ids `(B, 1)`, which the next call reads."""
+        return self.get_buffer("ids").copy_(self.logits()[:, -1].argmax(-1, keepdim=True))
+
+
+class NSAStep(Step):
+    """A step of an NSA decoder over static caches, which take its token."""
 
     def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig`."""
-        super().__init__()
+        super().__init__(Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()]), case.batch)
         self.case = case
-        self.decoder = Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()])
-        self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
         self.caches: list[Any] = []
 
     def fill(self) -> None:
@@ -264,11 +277,10 @@ class NSAStep(nn.Module):
         self.caches = self.decoder.new_caches(case.batch, case.prompt + ROOM, static=True, count_reads=False)
         self.decoder.hidden(self.decoder.embedding(torch.randint(0, case.vocab_size, (case.batch, case.prompt))), caches=self.caches)
 
-    def forward(self) -> Tensor:
-        """Return the next ids `(B, 1)`, which the next call reads."""
-        ids = self.get_buffer("ids")
-        logits: Tensor = self.decoder(ids, caches=self.caches)
-        return ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
+    def logits(self) -> Tensor:
+        """Return the logits of the current ids, which the caches take."""
+        found: Tensor = self.decoder(self.get_buffer("ids"), caches=self.caches)
+        return found
 
 
 def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
@@ -296,14 +308,13 @@ def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
     return {"kernel": kernel, "step_ms": times[kernel]}
 
 
-class DenseStep(nn.Module):
-    """A step of a dense decoder over full caches of random numbers: the next token of every sequence, again and again at the same position."""
+class DenseStep(Step):
+    """A step of a dense decoder over full caches of random numbers, again and again at the same position."""
 
     def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig` of dense layers."""
-        super().__init__()
-        self.decoder = Decoder(config.sizes(), [partial(FullCacheAttention, layer.config, case) for layer in config.decoder_layers()])
-        self.register_buffer("ids", torch.zeros(case.batch, 1, dtype=torch.long), persistent=False)
+        layers = [partial(FullCacheAttention, layer.config, case) for layer in config.decoder_layers()]
+        super().__init__(Decoder(config.sizes(), layers), case.batch)
 
     def kernels(self) -> list[str]:
         """Return the names of the dense kernels that may serve."""
@@ -321,13 +332,9 @@ class DenseStep(nn.Module):
             attention.kernel = kernel
 
     def logits(self) -> Tensor:
-        """Return the logits `(B, 1, vocab_size)` of the current ids."""
+        """Return the logits of the current ids."""
         found: Tensor = self.decoder(self.get_buffer("ids"))
         return found
-
-    def forward(self) -> Tensor:
-        """Return the next ids `(B, 1)`, which the next call reads."""
-        return self.get_buffer("ids").copy_(self.logits()[:, -1].argmax(-1, keepdim=True))
 
 
 class FullCacheAttention(DenseAttention):
@@ -362,20 +369,21 @@ class FullCacheAttention(DenseAttention):
         return out
 
 
-def to_rows(one: GenerateResult, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per way."""
+def to_rows(results: list[GenerateResult], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the files: a row per case and way."""
+    return {"rows": [_row(one, way, common) for one in results for way in WAYS]}
+
+
+def _row(one: GenerateResult, way: str, common: dict[str, Any]) -> dict[str, Any]:
     case, shape = one.case, one.case.shape
-    return [
-        {
-            "way": way, "prompt": case.prompt, "new_tokens": case.new_tokens, "batch": case.batch, "num_layers": case.num_layers,
-            "hidden_size": case.hidden_size, "vocab_size": case.vocab_size, "shape": shape.name, "heads": shape.num_heads,
-            "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
-            "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
-            "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
-            "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
-        }
-        for way in WAYS
-    ]  # fmt: skip
+    return {
+        "way": way, "prompt": case.prompt, "new_tokens": case.new_tokens, "batch": case.batch, "num_layers": case.num_layers,
+        "hidden_size": case.hidden_size, "vocab_size": case.vocab_size, "shape": shape.name, "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
+        "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
+        "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
+    }  # fmt: skip
 
 
 def generate_table(results: list[GenerateResult]) -> Table:

@@ -183,10 +183,3 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
 def _share_kept(case: Case) -> float:
     assert isinstance(case.selection, Selection)
     return SHARE_KEPT[case.selection]
-
-
-def _ascending(blocks: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return int32 `(S, G, n)` of `blocks`: ascending, -1 (none) last."""
-    most = torch.iinfo(torch.int64).max
-    ordered = torch.where(blocks < 0, most, blocks).sort(-1).values
-    return torch.where(ordered == most, -1, ordered).int()[..., : geometry.num_selected_blocks]

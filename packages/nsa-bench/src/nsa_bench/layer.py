@@ -9,7 +9,7 @@ its reads are wrong, or if captured and eager outputs differ.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -18,14 +18,15 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import HeadShape, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_names, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import back_to_back_ms, common_columns, describe_failure, free_cached_memory, replay_of
+from nsa_bench.measurement import back_to_back_ms, describe_failure, free_cached_memory, replay_of
 from nsa_bench.options import LayerOptions
+from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
 from nsa_bench.routes import CallRecorder, RouteRecorder
 from nsa_core.blocks import predicted_reads
-from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.kv_cache import NSACache
 from nsa_core.module import NativeSparseAttention
 from nsa_core.testing.tolerances import allowed_error, max_error
@@ -50,30 +51,15 @@ class LayerCase:
     """A layer, and steps of one token of `batch` sequences that hold about `context` tokens."""
 
     shape: HeadShape
-    hidden_size: int
+    config: NSAConfig
     context: int
     batch: int
-    geometry: BlockGeometry
     dtype: torch.dtype
-    kv: Literal["separate", "shared"]
-    compressor: Literal["mlp", "conv", "mean"]
     count_reads: bool
-
-    def config(self) -> NSAConfig:
-        """Return the layer's configuration.
-
-        Raises:
-            ConfigError: if the sizes do not fit one another.
-        """
-        shape = self.shape
-        return NSAConfig(
-            hidden_size=self.hidden_size, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
-            head_dim_v=shape.head_dim_v, geometry=self.geometry, compressor=self.compressor, kv=self.kv,
-        )  # fmt: skip
 
     def __str__(self) -> str:
         counted = ", reads counted" if self.count_reads else ""
-        return f"{self.shape}, hidden {self.hidden_size}, {self.context} tokens, batch {self.batch}{counted}"
+        return f"{self.shape}, hidden {self.config.hidden_size}, {self.context} tokens, batch {self.batch}{counted}"
 
 
 @frozen(kw_only=True)
@@ -99,6 +85,7 @@ def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
 
     Raises:
         OptionError: if options are invalid.
+        ConfigError: if the sizes do not fit one another.
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
@@ -106,16 +93,21 @@ def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
     batches = parse_lengths(given(options.batch, GPU_BATCH if is_gpu else CPU_BATCH), "--batch")
     if min(contexts) <= (most := steps_of_a_cache(device)):
         raise OptionError(f"--context={min(contexts)} leaves no room (a measurement takes {most} steps); use {2 * most} or more")
-    cases = tuple(
-        LayerCase(
-            shape=shape, hidden_size=options.hidden, context=context, batch=batch, geometry=parse_geometry(options.geometry),
-            dtype=dtype_of(options.dtype, device.type), kv=options.kv, compressor=options.compressor, count_reads=count_reads,
+    shapes, geometry, dtype = parse_shapes(options.shapes), parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
+    branches = parse_names("--branches", options.branches, BRANCHES)
+    configs = [
+        NSAConfig(
+            hidden_size=options.hidden, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
+            head_dim_v=shape.head_dim_v, geometry=geometry, compressor=options.compressor, branches=branches, kv=options.kv,
         )
-        for shape, context, batch, count_reads in product(parse_shapes(options.shapes), contexts, batches, (False, True))
-    )  # fmt: skip
-    for case in cases:
-        case.config()
-    return cases
+        for shape in shapes
+    ]  # fmt: skip
+    # Table 4 counts all three branches; a layer with fewer counts no reads
+    counted = (False, True) if branches == BRANCHES else (False,)
+    return tuple(
+        LayerCase(shape=shape, config=config, context=context, batch=batch, dtype=dtype, count_reads=count_reads)
+        for (shape, config), context, batch, count_reads in product(zip(shapes, configs, strict=True), contexts, batches, counted)
+    )
 
 
 def steps_of_a_cache(device: torch.device) -> int:
@@ -131,16 +123,13 @@ def _steps(device: torch.device) -> int:
 
 def run_layer(options: LayerOptions, output: Output) -> list[LayerResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    cases, device = make_layer_cases(options), find_device(options.device)
-    output.check_files()
-    results: list[LayerResult] = []
-    common = common_columns(output.environment)
-    for result in _measured(cases, device):
-        results.append(result)
-        best = result.times.get("captured", result.times.get("eager"))
-        output.say(f"{result.case}: {result.failure or f'{number(best)} ms a step'}")
-        rows = [to_row(one, common) for one in results]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def line(one: LayerResult) -> str:
+        best = one.times.get("captured", one.times.get("eager"))
+        return f"{one.case}: {one.failure or f'{number(best)} ms a step'}"
+
+    found = _measured(make_layer_cases(options), find_device(options.device))
+    results = collect(found, attrs.asdict(options), output, line, in_rows(to_row))
     output.show(layer_table(results))
     return results
 
@@ -160,8 +149,8 @@ def measure_layer(case: LayerCase, device: torch.device) -> LayerResult:
     is_gpu = device.type == "cuda"
     registry = RouteRecorder.of_installed()
     torch.manual_seed(0)
-    layer = NativeSparseAttention(case.config(), registry=registry).to(device, case.dtype).eval()
-    rows = torch.randn(CHECKED_STEPS, case.batch, 1, case.hidden_size, device=device, dtype=case.dtype)
+    layer = NativeSparseAttention(case.config, registry=registry).to(device, case.dtype).eval()
+    rows = torch.randn(CHECKED_STEPS, case.batch, 1, case.config.hidden_size, device=device, dtype=case.dtype)
     maps = linear_maps(layer)
     attended = torch.randn(case.batch, 1, layer.o_proj.in_features, device=device, dtype=case.dtype)
     inputs = [attended if map_ is layer.o_proj else rows[0] for map_ in maps]
@@ -201,7 +190,7 @@ def _differences(outs: dict[str, Tensor]) -> list[str]:
     if len(outs) < 2:
         return []
     error, limit = max_error(outs["captured"], outs["eager"]), allowed_error(outs["eager"], outs["eager"].dtype)
-    return [] if error <= limit else [f"a captured step is off by {error:.1e} of the eager one (allowed: {limit:.1e})"]
+    return [] if error <= limit else [f"a captured step is off by {error:.1e} from one without capture (allowed: {limit:.1e})"]
 
 
 def linear_maps(layer: NativeSparseAttention) -> list[nn.Module]:
@@ -222,7 +211,7 @@ class LayerSteps:
         generator, held = torch.Generator(device).manual_seed(1), case.context - steps_of_a_cache(device)
         tile = max(1, FILL_TOKENS // case.batch)
         for start in range(0, held, tile):
-            shape = (case.batch, min(tile, held - start), case.hidden_size)
+            shape = (case.batch, min(tile, held - start), case.config.hidden_size)
             self.step(torch.randn(shape, device=device, dtype=case.dtype, generator=generator))
         self.held = held
 
@@ -245,16 +234,15 @@ class LayerSteps:
     def figures(self) -> dict[str, Any]:
         """Return the columns of the cache and of the reads of the last of CHECKED_STEPS steps."""
         reads = self.cache.last_reads
-        actual = None if reads is None else int(reads.actual.max())
         return {
             "cache_bytes": self.cache.nbytes,
-            "reads_actual": actual,
+            "reads_actual": None if reads is None else int(reads.actual.max()),
             "reads_expected": None if reads is None else self.expected_reads(),
         }
 
     def expected_reads(self) -> int:
         """Return the tokens that a KV head reads in the last of CHECKED_STEPS steps, by Table 4."""
-        return predicted_reads(self.held + CHECKED_STEPS, self.case.geometry)
+        return predicted_reads(self.held + CHECKED_STEPS, self.case.config.geometry)
 
     def wrong_reads(self) -> list[str]:
         """Return a fault of the counted reads of the last step, of any sequence and KV head."""
@@ -275,8 +263,9 @@ def to_row(one: LayerResult, common: dict[str, Any]) -> dict[str, Any]:
     case, shape = one.case, one.case.shape
     return {
         "S": case.context, "batch": case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
-        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "hidden_size": case.hidden_size, "kv": case.kv,
-        "compressor": case.compressor, "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "hidden_size": case.config.hidden_size,
+        "branches": ",".join(case.config.branches), "kv": case.config.kv, "compressor": case.config.compressor,
+        "geometry": geometry_text(case.config.geometry), "dtype": str(case.dtype).removeprefix("torch."),
         "count_reads": case.count_reads, **{f"ms_{way}": one.times.get(way) for way in WAYS}, "error": one.error,
         "reads_actual": one.reads_actual, "reads_expected": one.reads_expected, "cache_bytes": one.cache_bytes,
         "weight_bytes": one.weight_bytes, "routes": one.routes, "reason": one.failure or "", **common,

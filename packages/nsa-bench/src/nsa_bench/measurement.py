@@ -219,8 +219,7 @@ class Measurement:
 
 def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
     """Return the measurement as one flat row, the same keys for every one; `common` is machine, versions and commit."""
-    case, check, timing = measurement.case, measurement.check, measurement.timing
-    shape = case.shape
+    case, shape, check = measurement.case, measurement.case.shape, measurement.check
     return {
         "shape": shape.name,
         "num_heads": shape.num_heads,
@@ -236,10 +235,7 @@ def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
         "operation": measurement.operation,
         "direction": measurement.direction.value,
         "implementation": measurement.implementation,
-        "median_ms": None if timing is None else timing.median_ms,
-        "min_ms": None if timing is None else timing.min_ms,
-        "max_ms": None if timing is None else timing.max_ms,
-        "count": None if timing is None else timing.count,
+        **timing_columns(measurement.timing),
         "visible_pairs": visible_pairs(measurement.operation, case),
         "pair_cost_ps": measurement.pair_cost_ps,
         "peak_bytes": measurement.peak_bytes,
@@ -254,6 +250,11 @@ def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
         "note": measurement.note,
         **common,
     }
+
+
+def timing_columns(timing: Timing | None) -> dict[str, float | None]:
+    """Return the columns of a time, None where there is none."""
+    return {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
 
 
 def finite(value: float) -> float | str:

@@ -26,17 +26,23 @@ class ResultFiles:
     csv_file: Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")] = None
 
 
-@Parameter(name="*")
 @frozen(kw_only=True)
-class AttentionOptions:
-    """The options of `attention`; None if one was not given."""
+class MeasuredOn:
+    """The options of most commands that measure."""
 
     device: Device = None
     dtype: DType = None
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class AttentionOptions(MeasuredOn):
+    """The options of `attention`; None if one was not given."""
+
     lengths: Lengths = None
-    shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas; P,L,M,S by default.")] = None
+    shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas; P,L,M,S by default.")] = None
     operations: Annotated[str | None, Parameter(help="Some of nsa, cmp, select, slc, win; all by default, nsa for a sweep.")] = None
-    selection: Annotated[str | None, Parameter(help="random, trained-like, recorded:FILE, by commas; random by default.")] = None
+    selection: Annotated[str | None, Parameter(help="random, trained-like, recorded:FILE, separated by commas; random by default.")] = None
     geometry: Annotated[str | None, Parameter(help="l/d/l'/n/w; 32/16/64/16/512 by default.")] = None
     backend: Backend = "auto"
     baseline: Annotated[str | None, Parameter(help="Dense attention: all, none, or of flash, cudnn, flex, flash-attn.")] = None
@@ -50,13 +56,11 @@ class AttentionOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class CompareOptions:
+class CompareOptions(MeasuredOn):
     """The options of `compare`."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Lengths = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L,M,S"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w; the peers share l = d = l' only.")] = "64/64/64/16/512"
     backend: Backend = "auto"
     backward: Backward = True
@@ -64,22 +68,20 @@ class CompareOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class DecodeOptions:
+class DecodeOptions(MeasuredOn):
     """The options of `decode`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 4k to 128k, on cpu 256 by default.")] = (
         None
     )
-    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,4,16,64, on cpu 2 by default.")] = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M"
+    batch: Annotated[str | None, Parameter(help="Sequences, separated by commas. On cuda 1,4,16,64, on cpu 2 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L,M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     kv_dtype: Annotated[
         Literal["fp8"] | None, Parameter(help="Dtype of the selected and the sliding branch's stores; that of the rows by default.")
     ] = None
     backend: Backend = "auto"
-    parts: Annotated[str, Parameter(help="Parts to time: some of total, append, attend, cmp, sel, win, by commas; or all.")] = (
+    parts: Annotated[str, Parameter(help="Parts to time: some of total, append, attend, cmp, sel, win, separated by commas; or all.")] = (
         "total,append,attend"
     )
     baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
@@ -88,15 +90,14 @@ class DecodeOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class LayerOptions:
+class LayerOptions(MeasuredOn):
     """The options of `layer`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 64k, on cpu 256 by default.")] = None
-    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 2 by default.")] = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L"
+    batch: Annotated[str | None, Parameter(help="Sequences, separated by commas. On cuda 1,16, on cpu 2 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L"
     hidden: Annotated[int, Parameter(help="The layer's hidden size.")] = 4096
+    branches: Annotated[str, Parameter(help="Branches that the layer has: some of cmp, slc, win, separated by commas.")] = "cmp,slc,win"
     kv: Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")] = "separate"
     compressor: Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")] = "mlp"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
@@ -104,15 +105,13 @@ class LayerOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class GenerateOptions:
+class GenerateOptions(MeasuredOn):
     """The options of `generate`; None if one was not given. The sizes are those of the recipe `125m`."""
 
-    device: Device = None
-    dtype: DType = None
     prompt: Annotated[str | None, Parameter(help="Tokens of a prompt, k for 1024. On cuda 8k,16k,64k, on cpu 128 by default.")] = None
-    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,16, on cpu 1 by default.")] = None
+    batch: Annotated[str | None, Parameter(help="Sequences, separated by commas. On cuda 1,16, on cpu 1 by default.")] = None
     new: Annotated[int, Parameter(help="New tokens that are timed; five more come before them.")] = 64
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "12/2/64/64"
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "12/2/64/64"
     hidden: Annotated[int, Parameter(help="The model's hidden size.")] = 768
     layers: Annotated[int, Parameter(help="The model's layers.")] = 12
     vocab: Annotated[int, Parameter(help="The model's vocabulary.")] = 50304
@@ -121,43 +120,37 @@ class GenerateOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class PrefillOptions:
+class PrefillOptions(MeasuredOn):
     """The options of `prefill`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens of the prompt, k for 1024. On cuda 64k, on cpu 512 by default.")] = None
     tile: Annotated[str | None, Parameter(help="Tokens per tile. On cuda 4096, on cpu 64 by default.")] = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "M"
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backend: Backend = "auto"
 
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class SelectOptions:
+class SelectOptions(MeasuredOn):
     """The options of `select`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Lengths = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
-    sequences: Annotated[int, Parameter(help="Packed sequences of the varlen rows, of growing lengths.")] = 8
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L,M,S"
+    sequences: Annotated[int, Parameter(help="Sequences of the packed cases, of growing lengths.")] = 8
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backend: Annotated[str, Parameter(help="auto: every installed backend, each by itself; or one by name.")] = "auto"
 
 
 @Parameter(name="*")
 @frozen(kw_only=True)
-class ThresholdOptions:
+class ThresholdOptions(MeasuredOn):
     """The options of `thresholds`; None if one was not given."""
 
-    device: Device = None
-    dtype: DType = None
     lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024. On cuda 256 to 16k, on cpu 128,256 by default.")] = None
-    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L,M,S"
     operations: Annotated[str, Parameter(help="Some of nsa, cmp, select, slc, win.")] = "nsa,cmp,select,slc,win"
-    backends: Annotated[str | None, Parameter(help="Some of the installed backends, by commas; all by default.")] = None
+    backends: Annotated[str | None, Parameter(help="Some of the installed backends, separated by commas; all by default.")] = None
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backward: Backward = True
     seconds: Annotated[float | None, Parameter(help="Begin no measurement after this many seconds; the results so far are kept.")] = None
@@ -178,7 +171,7 @@ class SweepOptions:
 
     device: Device = None
     lengths: Lengths = None
-    head_dims: Annotated[str, Parameter(help="D of queries, keys and values, by commas.")] = "64,96,128,192,256"
+    head_dims: Annotated[str, Parameter(help="D of queries, keys and values, separated by commas.")] = "64,96,128,192,256"
     dtypes: Annotated[str | None, Parameter(help="Some of bf16, fp16, fp32, fp64. bf16,fp16 on cuda, fp32 on cpu by default.")] = None
     baseline: Annotated[str, Parameter(help="Dense attention: all, or of flash, cudnn, flex, flash-attn.")] = "flash,cudnn,flash-attn"
     backward: Backward = True

@@ -19,18 +19,9 @@ from torch import Tensor
 from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.inputs import make_tensors
-from nsa_bench.measurement import (
-    common_columns,
-    describe_failure,
-    finite,
-    free_cached_memory,
-    held_bytes,
-    peak_bytes,
-    time_call,
-    times_in_turn,
-)
+from nsa_bench.measurement import describe_failure, finite, free_cached_memory, held_bytes, peak_bytes, time_call, times_in_turn
 from nsa_bench.options import PrefillOptions
-from nsa_bench.reporting import GIB
+from nsa_bench.reporting import GIB, collect
 from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder, check_name
 from nsa_core.attention import append_rows, attend, nsa_attention
@@ -38,6 +29,7 @@ from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import NSAConfig
+from nsa_core.dispatch import make_call
 from nsa_core.kv_cache import CacheOptions, NSACache
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.telemetry import AttentionObserver
@@ -48,16 +40,6 @@ GPU_CONTEXT, CPU_CONTEXT = "64k", "512"
 GPU_TILE, CPU_TILE = "4096", "64"
 PASSES = 5
 """Passes over the prompt whose tiles are timed; a figure is their median."""
-
-
-@frozen(kw_only=True)
-class PrefillPlan:
-    """The prompts that are measured."""
-
-    cases: tuple[Case, ...]
-    tiles: tuple[int, ...]
-    device: torch.device
-    backend: str
 
 
 @frozen(kw_only=True)
@@ -101,8 +83,8 @@ class PrefillResult:
         return f"{self.case.shape}, {self.case.seq_len} tokens, tiles of {self.tile}"
 
 
-def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
-    """Return the plan that `options` describe.
+def make_prefill_cases(options: PrefillOptions) -> tuple[tuple[Case, ...], tuple[int, ...]]:
+    """Return the prompts that `options` describe, and the tokens of their tiles.
 
     Raises:
         OptionError: if options are invalid.
@@ -117,34 +99,34 @@ def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
     tiles = parse_lengths(given(options.tile, GPU_TILE if is_gpu else CPU_TILE), "--tile")
     check_name(options.backend)
     cases = tuple(Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in shapes for length in lengths)
-    return PrefillPlan(cases=cases, tiles=tiles, device=device, backend=options.backend)
+    return cases, tiles
 
 
 def run_prefill(options: PrefillOptions, output: Output) -> list[PrefillResult]:
     """Measure the cases of `options`, print the table, write the files after every case, and return the results."""
-    plan = make_prefill_plan(options)
-    output.check_files()
-    results: list[PrefillResult] = []
-    common = common_columns(output.environment)
-    for result in _measured(plan):
-        results.append(result)
-        output.say(f"{result}: {result.failure or f'{number(result.total_ms)} ms, {number(result.ratio)} of one pass'}")
-        rows = [row for one in results for row in to_rows(one, common)]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def line(one: PrefillResult) -> str:
+        return f"{one}: {one.failure or f'{number(one.total_ms)} ms, {number(one.ratio)} of one pass'}"
+
+    def lists_of(results: list[PrefillResult], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        return {"rows": [row for one in results for row in to_rows(one, common)]}
+
+    found = _measured(*make_prefill_cases(options), find_device(options.device), options.backend)
+    results = collect(found, attrs.asdict(options), output, line, lists_of)
     output.show(prefill_table(results))
     return results
 
 
-def _measured(plan: PrefillPlan) -> Iterator[PrefillResult]:
-    for case in plan.cases:
-        free_cached_memory(plan.device)
-        held_before = held_bytes(plan.device)
+def _measured(cases: tuple[Case, ...], tiles: tuple[int, ...], device: torch.device, backend: str) -> Iterator[PrefillResult]:
+    for case in cases:
+        free_cached_memory(device)
+        held_before = held_bytes(device)
         try:
-            prompt = Prompt(case, plan.device, plan.backend)
+            prompt = Prompt(case, device, backend)
         except RuntimeError as error:
-            yield from (PrefillResult(case=case, tile=tile, failure=describe_failure(error)) for tile in plan.tiles)
+            yield from (PrefillResult(case=case, tile=tile, failure=describe_failure(error)) for tile in tiles)
             continue
-        for tile in plan.tiles:
+        for tile in tiles:
             try:
                 yield prompt.measure(tile, held_before)
             except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
@@ -203,13 +185,14 @@ class Prompt:
         # rings are read before they are overwritten, as in the layer
         early = tuple(rows.values()) if step.in_place else (rows["slc"],)
         emitted = NewBlocks(cmp, rows["raw"], self.phi, self.phi, self.rope)
-        append_rows(early, emitted, step.start, step.added, geometry, **self.served_by)
+        call = make_call(inputs.q, geometry, **self.served_by)
+        append_rows(early, emitted, step.start, step.added, call)
         win = cache.window(rows, step)
         queries = Queries(inputs.q[:, part], tokens, None, step.start, step.added)
         gates = inputs.gates[:, part]
         out = attend(queries, cmp, rows["slc"].store, win, gates, geometry=geometry, observers=observers, **self.served_by)
         if not step.in_place:
-            append_rows((rows["raw"], rows["win"]), None, step.start, step.added, geometry, **self.served_by)
+            append_rows((rows["raw"], rows["win"]), None, step.start, step.added, call)
         cache.end_step(step)
         return out
 
@@ -266,8 +249,7 @@ class Prompt:
 
 def to_rows(result: PrefillResult, common: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per tile, each with the figures of the whole prompt; one row if there are no tiles."""
-    case = result.case
-    shape = case.shape
+    case, shape = result.case, result.case.shape
     whole = {
         "S": case.seq_len, "tile": result.tile, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
         "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "geometry": geometry_text(case.geometry),

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from nsa_bench.errors import OptionError
 from nsa_bench.options import CallShape, ResultFiles
-from nsa_bench.results import Output, describe, number, to_json
+from nsa_bench.results import Output, check_writable, describe, number, to_json
 
 MOST_RESULT = 64 * 2**20
 """Maximum bytes of a result file; a larger file is not one of ours."""
@@ -84,13 +84,12 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
     if tests and bundle is None:
         raise OptionError("--tests came without --bundle (reports of tests go into the archive); give --bundle FILE.zip")
     taken = {path.resolve() for path in (*(result.path for result in results), *tests)}
-    for option, target in (("--out", out), ("--bundle", bundle)):
-        if target is None:
-            continue
+    targets = {option: target for option, target in (("--out", out), ("--bundle", bundle)) if target is not None}
+    for option, target in targets.items():
         if target.resolve() in taken:
             raise OptionError(f"{option}={target} is a file that this command reads, or writes already; give another name")
-        target.open("ab").close()
         taken.add(target.resolve())
+    check_writable(targets.values())
     for path in others:
         output.say(f"{path} is no result of nsa-bench, and is left out")
     page = page_of(results)
@@ -111,7 +110,7 @@ def find_results(paths: Iterable[Path]) -> tuple[list[Result], list[Path]]:
     others: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise OptionError(f"PATH={str(path)!r} is not there; name a JSON file of a verb, or a folder of them")
+            raise OptionError(f"PATH={str(path)!r} is not there; name a JSON file of a command, or a folder of them")
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             content = read_result(file)
             if content is not None:
@@ -120,10 +119,10 @@ def find_results(paths: Iterable[Path]) -> tuple[list[Result], list[Path]]:
                 others.append(file)
             else:
                 raise OptionError(
-                    f"PATH={str(file)!r} is no result of nsa-bench (it holds an environment and rows); use a verb's --json FILE"
+                    f"PATH={str(file)!r} is no result of nsa-bench (it holds an environment and rows); use a command's --json FILE"
                 )
     if not results:
-        raise OptionError(f"{', '.join(str(path) for path in paths)}: no result of nsa-bench; make one with a verb's --json FILE")
+        raise OptionError(f"{', '.join(str(path) for path in paths)}: no result of nsa-bench; make one with a command's --json FILE")
     unique = {result.path.resolve(): result for result in results}
     return sorted(unique.values(), key=lambda result: (str(result.environment.get("time")), str(result.path))), others
 

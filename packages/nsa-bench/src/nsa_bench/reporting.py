@@ -1,11 +1,11 @@
-"""Report the measurements of `attention` and `compare`: a line for each, files that are rewritten, and a table per case at the end.
+"""Report the results of a command as they come, in lines and files, and the measurements of `attention` and `compare` in a table per case.
 
-The tables fit a terminal of 100 columns. Files are written after every measurement, so that an interrupted run leaves
-them. The JSON file holds `environment`, `options` (as given) and `rows`, the measurements; the CSV file holds the rows.
+The tables fit a terminal of 100 columns. Files are written after every result, so that an interrupted run leaves
+them. The JSON file holds `environment`, `options` (as given) and `rows`, the results; the CSV file holds the rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import RenderableType
@@ -20,29 +20,39 @@ GIB = 2**30
 FEW = 10
 """If there are fewer repetitions than this, their number is shown with the median."""
 DenseTimes = dict[tuple[HeadShape, int, Direction], Measurement]
+Row = dict[str, Any]
+Result = TypeVar("Result")
 
 
 def collect(
-    found: Iterable[Measurement],
+    found: Iterable[Result],
     options: dict[str, Any],
     output: Output,
-    judge: Callable[[list[Measurement], dict[str, Any]], dict[str, list[dict[str, Any]]]] = lambda *_: {},
-) -> list[Measurement]:
-    """Return the measurements of `found`; each is reported and written at once.
+    line: Callable[[Result], str],
+    lists_of: Callable[[list[Result], Row], dict[str, list[Row]]],
+) -> list[Result]:
+    """Return the results of `found`; each is reported by its `line` and written at once.
 
-    `judge` makes further lists of rows for the JSON file, given the columns that every row has; a list named `sweep`
-    replaces the rows in the CSV file.
+    `lists_of` makes the lists of rows for the JSON file from the results so far and the columns that every row has: `rows`, and perhaps
+    others; a list named `sweep` replaces the rows in the CSV file.
     """
     output.check_files()
     common = common_columns(output.environment)
-    measurements: list[Measurement] = []
+    results: list[Result] = []
     for one in found:
-        measurements.append(one)
-        output.say(progress_line(one))
-        rows = [to_row(measurement, common) for measurement in measurements]
-        judged = judge(measurements, common)
-        output.write({"environment": output.environment, "options": options, "rows": rows, **judged}, judged.get("sweep", rows))
-    return measurements
+        results.append(one)
+        output.say(line(one))
+        lists = lists_of(results, common)
+        output.write({"environment": output.environment, "options": options, **lists}, lists.get("sweep", lists["rows"]))
+    return results
+
+
+def in_rows(to_row: Callable[[Result, Row], Row]) -> Callable[[list[Result], Row], dict[str, list[Row]]]:
+    """Return the function for `collect` that makes one of the `rows` from each result."""
+    return lambda results, common: {"rows": [to_row(one, common) for one in results]}
+
+
+measured_rows = in_rows(to_row)
 
 
 def attention_tables(measurements: list[Measurement]) -> Iterator[RenderableType]:

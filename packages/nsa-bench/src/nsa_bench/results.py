@@ -5,7 +5,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nsa_bench.errors import BenchError
 from nsa_bench.options import ResultFiles
 from nsa_core.environment import describe_environment
 
@@ -52,15 +53,13 @@ class Output:
         environment = describe()
         return environment | {"commit": self.commit or environment["commit"]}
 
-    def check_files(self) -> None:
-        """Check that the files can be written, before anything is measured.
+    def check_files(self, *others: Path | None) -> None:
+        """Check that the files, and `others` that the command writes, can be written, before anything is measured.
 
         Raises:
             OSError: if one cannot be written.
         """
-        for path in (self.files.json_file, self.files.csv_file):
-            if path is not None:
-                path.open("a").close()
+        check_writable(path for path in (self.files.json_file, self.files.csv_file, *others) if path is not None)
 
     def say(self, line: str) -> None:
         """Print a line of progress."""
@@ -70,7 +69,7 @@ class Output:
         """Write what there is so far by `write`; say so if it fails, and go on."""
         try:
             write()
-        except (OSError, ValueError) as error:
+        except (BenchError, OSError, ValueError) as error:
             self.say(f"what there is so far was not written ({type(error).__name__}: {error})")
 
     def show(self, *tables: RenderableType) -> None:
@@ -84,6 +83,21 @@ class Output:
             write_json(self.files.json_file, content)
         if self.files.csv_file is not None and rows:
             write_csv(self.files.csv_file, rows)
+
+
+def check_writable(paths: Iterable[Path]) -> None:
+    """Check that the files at `paths` can be written; none is left that was not there.
+
+    Raises:
+        OSError: if one cannot be written.
+    """
+    for path in paths:
+        is_new = not path.exists()
+        # by its own name: /dev/stdout may lead to a pipe, which has no path
+        path.open("ab").close()
+        if is_new:
+            # through a link, its target was made
+            path.resolve().unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -19,39 +19,18 @@ from nsa_bench.attention.sweep import short_lengths
 from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, lengths_of, parse_geometry, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.inputs import positions_of
-from nsa_bench.measurement import (
-    Direction,
-    Job,
-    Setup,
-    Timing,
-    common_columns,
-    describe_failure,
-    free_cached_memory,
-    replay_of,
-    time_call,
-)
+from nsa_bench.measurement import Direction, Job, Setup, Timing, describe_failure, free_cached_memory, replay_of, time_call, timing_columns
 from nsa_bench.options import SelectOptions
+from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
 from nsa_bench.routes import RouteRecorder, check_backend, reasons_against
-from nsa_core import BackendRegistry, BlockGeometry, Operation
+from nsa_core import Operation
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.reference.choose import choose
 
 MOST_SCORES = 2**28
 """Maximum scores of CHOOSE, float32, that are held at a time."""
 COMPARED_ROWS = 512
-
-
-@frozen(kw_only=True)
-class SelectPlan:
-    """The cases and the backends that are measured."""
-
-    cases: tuple[Case, ...]
-    device: torch.device
-    backends: tuple[str, ...]
-    is_named: bool
-    """True if the user named the backend, which overrides policy reasons."""
-    is_replayed: bool
 
 
 @frozen(kw_only=True)
@@ -80,8 +59,8 @@ class SelectResult:
         return f"{self.part}, {self.layout}, {self.case.shape}, {self.case.seq_len} tokens, {self.backend}"
 
 
-def make_select_plan(options: SelectOptions) -> SelectPlan:
-    """Return the plan that `options` describe.
+def make_select_cases(options: SelectOptions) -> tuple[Case, ...]:
+    """Return the cases that `options` describe.
 
     Raises:
         OptionError: if options are invalid, or the backend is not installed or can serve nothing of them.
@@ -97,97 +76,86 @@ def make_select_plan(options: SelectOptions) -> SelectPlan:
         dense = Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype)
         cases += [dense, attrs.evolve(dense, lengths=short_lengths(length, options.sequences))]
     check_backend(options.backend, (("select", case) for case in cases), device)
-    installed = RouteRecorder.of_installed().backends
-    names = tuple(dict.fromkeys(one.name for one in installed if one.operation in (Operation.SELECT, Operation.CHOOSE)))
-    wanted = names if options.backend == "auto" else (options.backend,)
-    is_named = options.backend != "auto"
-    return SelectPlan(cases=tuple(cases), device=device, backends=wanted, is_named=is_named, is_replayed=device.type == "cuda")
+    return tuple(cases)
 
 
 def run_select(options: SelectOptions, output: Output) -> list[SelectResult]:
     """Measure the cases of `options`, print the table, write the files after every result, and return the results."""
-    plan = make_select_plan(options)
-    output.check_files()
-    results: list[SelectResult] = []
-    common = common_columns(output.environment)
-    for result in _measured(plan):
-        results.append(result)
-        output.say(f"{result}: {result.absent or result.reason or f'{number(_median(result))} ms'}")
-        rows = [to_row(one, common) for one in results]
-        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+
+    def line(one: SelectResult) -> str:
+        figure = None if one.timing is None else one.timing.median_ms
+        return f"{one}: {one.absent or one.reason or f'{number(figure)} ms'}"
+
+    found = _measured(make_select_cases(options), find_device(options.device), options.backend)
+    results = collect(found, attrs.asdict(options), output, line, in_rows(to_row))
     output.show(select_table(results))
     return results
 
 
-def _measured(plan: SelectPlan) -> Iterator[SelectResult]:
-    for case, name in product(plan.cases, plan.backends):
+def _measured(cases: tuple[Case, ...], device: torch.device, backend: str) -> Iterator[SelectResult]:
+    parts = {Operation.SELECT: _selection, Operation.CHOOSE: _choice}
+    installed = dict.fromkeys(one.name for one in RouteRecorder.of_installed().backends if one.operation in parts)
+    # a name overrides reasons of policy
+    is_named = backend != "auto"
+    for case, name in product(cases, [backend] if is_named else installed):
         registry = RouteRecorder.of_installed()
-        for operation, measure in ((Operation.SELECT, _selection), (Operation.CHOOSE, _choice)):
+        for operation, measure in parts.items():
             # the choice alone does not depend on sequences, so packed rows are not a separate case
             if registry.has(operation, name) and (operation is Operation.SELECT or case.lengths is None):
-                against = reasons_against(name, operation, case, plan.device, registry, is_named=plan.is_named)
+                against = reasons_against(name, operation, case, device, registry, is_named=is_named)
                 absent = SelectResult(case=case, part=operation.value, backend=name, rows=case.seq_len, absent=", ".join(against))
-                yield absent if against else measure(case, name, plan, registry)
+                yield absent if against else measure(case, name, device, registry)
 
 
-def _selection(case: Case, name: str, plan: SelectPlan, registry: RouteRecorder) -> SelectResult:
-    job = Job(case=case, operations=("select",), directions=(Direction.FORWARD,), is_replayed=plan.is_replayed)
-    one = next(run_jobs((job,), Setup(device=plan.device, registry=registry, backend={"select": name})))
+def _selection(case: Case, name: str, device: torch.device, registry: RouteRecorder) -> SelectResult:
+    job = Job(case=case, operations=("select",), directions=(Direction.FORWARD,), is_replayed=True)
+    one = next(run_jobs((job,), Setup(device=device, registry=registry, backend={"select": name})))
     ties = None if one.check is None else one.check.near_ties
     return SelectResult(
         case=case, part="select", backend=name, rows=case.seq_len, timing=one.timing, reason=one.reason, near_ties=ties
     )  # fmt: skip
 
 
-def _choice(case: Case, name: str, plan: SelectPlan, registry: BackendRegistry) -> SelectResult:
+def _choice(case: Case, name: str, device: torch.device, registry: RouteRecorder) -> SelectResult:
     shape, geometry = case.shape, case.geometry
     num_blocks = num_selection_blocks(case.seq_len, geometry)
     rows = max(1, min(case.seq_len, MOST_SCORES // (shape.num_kv_heads * num_blocks)))
     result = SelectResult(case=case, part="choose", backend=name, rows=rows)
     backend: Any = next(one for one in registry.backends if (one.operation, one.name) == (Operation.CHOOSE, name))
     try:
-        free_cached_memory(plan.device)
-        generator = torch.Generator(plan.device).manual_seed(0)
-        scores = torch.rand(rows, shape.num_kv_heads, num_blocks, device=plan.device, generator=generator)
+        free_cached_memory(device)
+        generator = torch.Generator(device).manual_seed(0)
+        scores = torch.rand(rows, shape.num_kv_heads, num_blocks, device=device, generator=generator)
         # the last rows, which choose among most blocks
-        positions = positions_of(case, plan.device)[-rows:].int()
+        positions = positions_of(case, device)[-rows:].int()
         operands = (scores, None, positions, shape.num_kv_heads)
-        few = torch.linspace(0, rows - 1, min(rows, COMPARED_ROWS), device=plan.device).long()
+        few = torch.linspace(0, rows - 1, min(rows, COMPARED_ROWS), device=device).long()
         expected = choose(scores[few], None, positions[few], shape.num_kv_heads, geometry=geometry)
-        wrong = int((_chosen(backend, operands, geometry)[few] != expected).any(-1).sum())
+
+        def call() -> Any:
+            return backend(*operands, geometry=geometry)
+
+        wrong = int((call()[few] != expected).any(-1).sum())
         if wrong:
             return attrs.evolve(
                 result,
                 reason=f"wrong: {wrong} of {expected.shape[0] * expected.shape[1]} choices differ from the reference (equal bit by bit is the rule)",
             )
 
-        def call() -> object:
-            return _chosen(backend, operands, geometry)
-
-        timed = replay_of(call, plan.device) if plan.is_replayed else call
-        return attrs.evolve(result, timing=time_call(timed, plan.device), near_ties=0)
+        timed = replay_of(call, device) if device.type == "cuda" else call
+        return attrs.evolve(result, timing=time_call(timed, device), near_ties=0)
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         return attrs.evolve(result, reason=describe_failure(error))
 
 
-def _chosen(backend: Any, operands: tuple[Any, ...], geometry: BlockGeometry) -> torch.Tensor:
-    found: torch.Tensor = backend(*operands, geometry=geometry)
-    return found
-
-
-def _median(one: SelectResult) -> float | None:
-    return None if one.timing is None else one.timing.median_ms
-
-
 def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
     """Return a row of the files; None is a value that was not measured."""
-    case, timing = one.case, one.timing
-    times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
+    case = one.case
     return {
         "part": one.part, "layout": one.layout, "shape": case.shape.name, "num_heads": case.shape.num_heads,
         "num_kv_heads": case.shape.num_kv_heads, "head_dim_qk": case.shape.head_dim_qk, "seq_len": case.seq_len,
         "num_sequences": len(case.sequence_lengths), "rows": one.rows, "geometry": geometry_text(case.geometry),
-        "dtype": str(case.dtype).removeprefix("torch."), "backend": one.backend, **times,
+        "dtype": str(case.dtype).removeprefix("torch."), "backend": one.backend, **timing_columns(one.timing),
         "near_ties": one.near_ties, "reason": one.absent or one.reason, **common,
     }  # fmt: skip
 

@@ -6,7 +6,6 @@ lengths (`GIVE_UP`); one that is left without another to compare is not timed ei
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import groupby, permutations, product
@@ -39,7 +38,7 @@ from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
 from nsa_bench.options import ThresholdOptions
 from nsa_bench.reporting import progress_line
-from nsa_bench.results import Output, number, to_json
+from nsa_bench.results import Output, number, to_json, write_whole
 from nsa_bench.routes import RouteRecorder, reasons_against
 from nsa_core import Operation
 from nsa_core.backends.thresholds import FORMAT, SCHEMA, read_table, user_file
@@ -262,17 +261,9 @@ def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any
     content = {
         "format": FORMAT, "schema": SCHEMA, "margins": MARGINS, "rows": [row for row in kept if identity_of(row) not in again] + rows
     }  # fmt: skip
-    descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(to_json(content))
-        # mkstemp gives permissions to this user only, but others may route by the table
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, to_json(content))
+    # others may route by the table
+    path.chmod(0o644)
 
 
 def identity_of(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_bench.ablate.plan import load_plan, shipped_plans
+from nsa_bench.ablate import shipped_plans
+from nsa_bench.ablate.plan import load_plan
 from nsa_bench.errors import OptionError
 from nsa_train.settings.recipe import load_config
 
@@ -50,6 +51,18 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
         ("train.steps = 2", "steps = 2", "plan.toml: dense, lr=0.001: steps is not of the form table.key; use train.steps"),
         ("[1e-3, 1e-2]", "[1e-3, -1]", "plan.toml: dense, lr=-1: train.lr=-1 is not a number from 1e-12 to 100"),
         ("[1e-3, 1e-2]", "[" + "1e-3, " * 5001 + "]", "plan.toml: 20,004 trials are more than 10,000; cut the grid"),
+        ("[1e-3, 1e-2]", "[1e-3, 0.001]", "plan.toml: 2 runs have the directory 'dense_lr=0.001_seed=3' (each has its own"),
+        ("[arms.nsa]", '[arms."a b"]\n[arms.a_b]', "plan.toml: 2 runs have the directory 'a_b_lr=0.001_seed=3' (each has its own"),
+        ("[arms.nsa]", f"[arms.{'n' * 230}]", "of 246 bytes (the rule: at most 240); use shorter names"),
+        ("train.steps = 2", "train.seed = 2", "plan.toml: set.train.seed=2 is not read (each trial has one of the plan's seeds)"),
+        (
+            "train.lr = [1e-3, 1e-2]",
+            "train.seed = [1, 2]",
+            "plan.toml: grid.train.seed=[1, 2] is not read (each trial has one of the plan's",
+        ),
+        ("[arms.nsa]", "[arms.nsa]\ntrain.seed = 5", "plan.toml: arms.nsa.train.seed=5 is not read"),
+        ("[1e-3, 1e-2]", "[]", "plan.toml: grid.train.lr=[] is not a list of values; name one value or more, or drop the key"),
+        ('baseline = "dense"', 'baseline = ["dense"]', "plan.toml: baseline=['dense'] is none of the arms (dense, nsa); name one of them"),
         ("[set]", "[set", "plan.toml cannot be read as TOML"),
     ],
 )
@@ -61,12 +74,26 @@ def test_a_plan_that_cannot_be_is_refused(plan_file: Path, was: str, becomes: st
     assert message in str(caught.value)
 
 
+def test_a_grid_is_counted_before_its_points_are_made(plan_file: Path) -> None:
+    keys = "\n".join(f"train.key{number} = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]" for number in range(12))
+    plan_file.write_text(f"{plan_file.read_text()}\n{keys}\n")
+    with pytest.raises(OptionError, match="8,000,000,000,000 trials are more than 10,000; cut the grid"):
+        load_plan(str(plan_file))
+
+
+def test_the_seed_of_trials_is_none_of_the_options(plan_file: Path) -> None:
+    with pytest.raises(
+        OptionError, match=r"--set train.seed=7 is not read \(each trial has one of the plan's seeds\); change seeds in plan.toml"
+    ):
+        load_plan(str(plan_file), ["train.seed=7"])
+
+
 def test_an_unknown_plan_is_refused_with_those_that_are_shipped() -> None:
     with pytest.raises(OptionError, match="PLAN='recal' is neither a shipped plan nor a file; use one of recall, or a TOML file's path"):
         load_plan("recal")
 
 
-@pytest.mark.parametrize("name", shipped_plans())
+@pytest.mark.parametrize("name", shipped_plans("ablate"))
 def test_a_shipped_plan_can_be_run(name: str) -> None:
     plan = load_plan(name)
     assert plan.baseline in {trial.variant.arm for trial in plan.trials}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from nsa_bench.ablate import run as running
 from nsa_bench.ablate.plan import load_plan
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.ablate.table import read_earlier
 from nsa_bench.cli import run_command
 from nsa_bench.errors import OptionError
 
@@ -178,6 +180,7 @@ def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialF
         (["--minutes", "0"], "--minutes=0 leaves no time; use 9, for instance"),
         (["--minutes", "nan"], "--minutes=nan leaves no time"),
         (["--set", "train.lrr=3"], "train.lrr is unknown"),
+        (["--png", "/nowhere/a.png"], "No such file or directory: '/nowhere/a.png'; give a path that can be written"),
     ],
 )
 def test_bad_options_are_refused(plan_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -196,6 +199,9 @@ def test_bad_options_are_refused(plan_file: Path, capsys: pytest.CaptureFixture[
             '{"plan": "other", "trials": [{"variant": "nsa", "seed": 3, "steps": 2}]}',
             "has the trial 'nsa', seed 3, 2 steps of plan 'other'",
         ),
+        ("[" * 20_000, "holds no results of an ablation (ValueError)"),
+        ('{"plan": "plan", "trials": [{"variant": ["nsa"], "seed": 3, "steps": 2}]}', "holds no results of an ablation (TypeError)"),
+        ('{"plan": "plan", "environment": 3, "trials": []}', "holds no results of an ablation (TypeError)"),
     ],
 )
 def test_earlier_results_of_something_else_are_refused_before_anything_is_written(
@@ -207,3 +213,58 @@ def test_earlier_results_of_something_else_are_refused_before_anything_is_writte
     assert run_command(["ablate", str(plan_file), "--out", str(out), "--earlier", str(file)]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not out.exists()
+
+
+FIGURES = {
+    "variant": "nsa, lr=0.01",
+    "seed": 3,
+    "steps": 2,
+    "tokens": 100,
+    "parameters": 7,
+    "val_loss": 1.0,
+    "best_val_loss": 1.0,
+    "right": 0.5,
+    "toks_per_s": 10.0,
+    "curve": [[2, 1.0]],
+    "by_position": [{"first": 0, "last": 0, "targets": 2, "loss": 1.0, "right": 0.5}],
+    "ran_on": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("val_loss", None),
+        ("val_loss", "1.0"),
+        ("right", math.nan),
+        ("tokens", "many"),
+        ("curve", []),
+        ("curve", [[2, None]]),
+        ("by_position", []),
+        ("by_position", [{"first": 0}]),
+        ("ran_on", 3),
+    ],
+)
+def test_earlier_figures_that_the_table_cannot_use_are_refused_before_anything_is_written(plan_file: Path, name: str, value: Any) -> None:
+    plan, file = load_plan(str(plan_file)), plan_file.parent / "earlier.json"
+    file.write_text(json.dumps({"plan": "plan", "environment": {}, "trials": [FIGURES]}))
+    assert [result.val_loss for result in read_earlier(plan, file)] == [1.0]
+    file.write_text(json.dumps({"plan": "plan", "environment": {}, "trials": [FIGURES | {name: value}]}))
+    with pytest.raises(OptionError, match="lacks figures of 'nsa, lr=0.01' .*; run the trial again"):
+        read_earlier(plan, file)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"by_position": 3}', '{"by_position": []}'])
+def test_a_damaged_record_of_a_finished_trial_is_refused_before_others_run(
+    plan_file: Path, folders: list[TrialFolder], content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders[1]
+    folder.run.root.mkdir(parents=True)
+    folder.run.environment.write_text("{}")
+    folder.run.metrics.write_text('{"steps": 2, "tokens": 100, "parameters": 7}')
+    folder.judged.write_text(content)
+    assert run_command(["ablate", str(plan_file), "--out", str(folder.root)]) == 1
+    said = capsys.readouterr().err
+    assert f"the finished trial {folder.trial.name!r} has a damaged record (" in said
+    assert f"delete {folder.run.root}, and the trial runs again" in said
+    assert "started" not in said

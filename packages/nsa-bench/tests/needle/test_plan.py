@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import OptionError
-from nsa_bench.needle import shipped_plans
 from nsa_bench.needle.plan import NeedlePlan, load_plan
 
 EVIDENCE = sorted((Path(__file__).parents[4] / "docs/evidence/needle-64k").glob("*.toml"))
@@ -72,6 +72,9 @@ def test_depths_are_spread_evenly(plan_file: Path) -> None:
         ("grid.samples=0", "grid.samples=0 is no whole number of at least 1; use 10"),
         ("grid.lengths=64", "grid.lengths=64 is no list of whole numbers of at least 1; use [1024, 2048]"),
         ("grid.lengths=[]", "grid.lengths=[] is no list of whole numbers of at least 1; use [1024, 2048]"),
+        ("grid.lengths=[64, 64]", "grid.lengths=[64, 64] names a length twice (each is evaluated once); name each once"),
+        (f"grid.lengths=[{10**30}]", f"grid.lengths=[{10**30}] is too large (the rule: at most 9,223,372,036,854,775,807)"),
+        (f"grid.seed={2**63}", f"grid.seed={2**63} is too large (the rule: at most 9,223,372,036,854,775,807); use 10"),
         ("data.source=synthetic", "data.source='synthetic' hides no pairs"),
         ("train.lrr=3", "train.lrr is unknown"),
     ],
@@ -91,6 +94,7 @@ def test_what_cannot_be_is_refused(plan_file: Path, override: str, message: str)
         ("[grid]", "[set.grid]", "grid is missing; use a section [grid]"),
         ("depths = 3", "", "grid.depths is missing; use grid.depths = 10"),
         ("train.steps = 1", "steps = 1", "stages are missing"),
+        ("[arms.nsa]", '[arms."a b"]\n[arms.a_b]', "2 runs have the directory 'a_b_stage=1_seed=0' (each has its own"),
     ],
 )
 def test_a_plan_that_lacks_something_is_refused(plan_file: Path, old: str, new: str, message: str) -> None:
@@ -100,7 +104,7 @@ def test_a_plan_that_lacks_something_is_refused(plan_file: Path, old: str, new: 
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [*shipped_plans(), *map(str, EVIDENCE)])
+@pytest.mark.parametrize("name", [*shipped_plans("needle"), *map(str, EVIDENCE)])
 def test_a_plan_of_ours_can_be_run(name: str) -> None:
     plan, _ = load_plan(name)
     assert {arm.name for arm in plan.arms} >= {"nsa", "dense"}

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from nsa_bench.ablate import run as running
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.cli import run_command
+from nsa_bench.errors import BenchError
 from nsa_bench.needle.plan import load_plan
-from nsa_bench.needle.run import Deadline, train_and_evaluate
+from nsa_bench.needle.run import minutes_until, read_cells, train_and_evaluate
 from nsa_bench.needle.table import needle_table
 from nsa_train.run_dir import RunDirectory
 
@@ -94,10 +96,9 @@ def test_an_arm_may_be_trained_alone(plan_file: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_deadline_is_over_when_its_minutes_are() -> None:
-    assert (Deadline(None).minutes, Deadline(None).is_over) == (None, False)
-    assert not Deadline(5).is_over
-    over = Deadline(1e-9)
-    assert (over.minutes, over.is_over) == (0, True)
+    assert minutes_until(None) is None
+    assert minutes_until(time.monotonic() + 300) == pytest.approx(5, abs=0.5)
+    assert minutes_until(time.monotonic() - 1e-6) == 0
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
@@ -117,3 +118,14 @@ def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path)
     ]
     table = needle_table(plan, [{"arm": "nsa", "cells": cells[:3] + cells[4:5]}, {"arm": "dense", "cells": cells}])
     assert [list(column.cells) for column in table.columns] == [["nsa", "dense"], ["trained"] * 2, ["100.0"] * 2, ["50.0", "50.0 (0)"]]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"length": 64, "settings": {}}'])
+def test_a_damaged_file_of_cells_is_named(plan_file: Path, content: str) -> None:
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    arm = plan.arms[0]
+    path = TrialFolder(out, arm.stages[-1]).run.root / "cells" / "64.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(BenchError, match=r"cells/64.json is damaged \(.*\); delete it, and the length is evaluated again"):
+        list(read_cells(plan, arm, out))

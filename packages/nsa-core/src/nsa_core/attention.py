@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 from nsa_core import checks
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, NewRows, Operation, Queries
 from nsa_core.backends.registry import AUTO, BackendRegistry
-from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES, BlockGeometry
-from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, name_for, run
+from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, run
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
 from nsa_core.operands import FP8, BranchKeys, PageTables, Pairs, check_choice, check_keys, check_kinds, keys_of, queries_of
@@ -53,6 +52,9 @@ class CallKeywords(TypedDict, total=False):
     """Registry in which backends are looked up; None: the backends of the installed packages."""
 
 
+KEYWORDS = tuple(CallKeywords.__annotations__)
+
+
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]
 ) -> BranchOutput:
@@ -62,9 +64,8 @@ def compressed_attention(
     queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond
     the last block never change a result and get zero gradient. `CallKeywords` has the other keywords.
     """
-    _require(k_cmp=k_cmp, v_cmp=v_cmp)
-    queries, keys, call = _begin(q, {"_cmp": (k_cmp, v_cmp)}, geometry, **keywords)
-    result: BranchOutput = run(Operation.CMP, call._replace(returns_lse=True), queries, keys["_cmp"])
+    queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, v_cmp, geometry, keywords)
+    result: BranchOutput = run(Operation.CMP, call, queries, cmp)
     return result
 
 
@@ -75,10 +76,10 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
     Ties go to the lower block. Indices count from the sequence's own start. The result has no gradient. `CallKeywords` has the
     other keywords.
     """
-    _require(k_cmp=k_cmp)
-    queries, keys, call = _begin(q, {"_cmp": (k_cmp, None)}, geometry, **keywords)
+    # no values are read
+    queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, k_cmp, geometry, keywords)
     checks.check_tensor("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
-    result: Tensor = run(Operation.SELECT, call, queries, keys["_cmp"], lse)
+    result: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
     return result
 
 
@@ -91,10 +92,9 @@ def selected_attention(
     and zero gradients. On a CPU a duplicate block, or one outside 0 .. own, raises an error; on a GPU an index outside 0 .. own counts
     as -1. `CallKeywords` has the other keywords.
     """
-    _require(k=k, v=v)
-    queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
+    queries, keys, call = _begin_branch(q, "", k, v, geometry, keywords)
     check_choice(queries, k, block_indices, geometry)
-    result: BranchOutput = run(Operation.SLC, call._replace(returns_lse=True), queries, keys[""], block_indices)
+    result: BranchOutput = run(Operation.SLC, call, queries, keys, block_indices)
     return result
 
 
@@ -103,9 +103,8 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, *, geometry: Block
 
     `CallKeywords` has the other keywords.
     """
-    _require(k=k, v=v)
-    queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
-    result: BranchOutput = run(Operation.WIN, call._replace(returns_lse=True), queries, keys[""])
+    queries, keys, call = _begin_branch(q, "", k, v, geometry, keywords)
+    result: BranchOutput = run(Operation.WIN, call, queries, keys)
     return result
 
 
@@ -135,9 +134,8 @@ def nsa_attention(
         # without the compressed branch, k_cmp still chooses blocks
         if (k is None) != (v is None) and (ending, v) != ("_cmp", None):
             raise InputError(f"one of k{ending} and v{ending} is None (a branch has both or neither); give both")
-    queries, keys, call = _begin(q, pairs, geometry, **keywords)
-    absent = tuple(name for name in BRANCHES if pairs[f"_{name}"][1] is None)
-    return _gated_attention(queries, keys, gates, absent, call._replace(observers=observers))
+    queries, keys, call = _begin(q, pairs, geometry, keywords)
+    return _gated_attention(queries, keys, gates, ("cmp",) if v_cmp is None else (), call._replace(observers=observers))
 
 
 def attend(
@@ -187,43 +185,33 @@ def attend_branches(
     queries, keys = _autocast(queries, keys)
     if not is_known or checks.can_read(queries.start):
         check_keys(queries, keys, call.geometry)
-    absent = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     return _gated_attention(queries, keys, gates, absent, call, are_gates_closed=are_gates_closed)
 
 
-def _require(**tensors: Tensor | None) -> None:
-    """Raise InputError if one of the operands of a single branch is None."""
-    for name, x in tensors.items():
+def _begin_branch(
+    q: Tensor, ending: str, k: Tensor, v: Tensor, geometry: BlockGeometry, keywords: CallKeywords
+) -> tuple[Queries, Keys | None, Call]:
+    """Return the checked operands and the call of an operation of one branch; `ending` is that of its tensors' names."""
+    for letter, x in (("k", k), ("v", v)):
         if x is None:
             raise InputError(
-                f"{name} is None (an operation of one branch needs it); give a tensor, or leave the branch out of nsa_attention"
+                f"{letter}{ending} is None (an operation of one branch needs it); give a tensor, or leave the branch out of nsa_attention"
             )
+    queries, keys, call = _begin(q, {ending: (k, v)}, geometry, keywords)
+    return queries, keys[ending], call._replace(returns_lse=True)
 
 
-def _begin(
-    q: Tensor,
-    pairs: Pairs,
-    geometry: BlockGeometry,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    query_start: Tensor | None = None,
-    query_count: Tensor | None = None,
-    page_table: PageTables = None,
-    backend: Backends = AUTO,
-    registry: BackendRegistry | None = None,
-    **unknown: Any,
-) -> tuple[Queries, BranchKeys, Call]:
-    """Check the tensors and keywords of a public operation, and return its operands and call."""
-    if unknown:
-        raise TypeError(f"{min(unknown)}= is no keyword of the operation; use one of geometry, {', '.join(CallKeywords.__annotations__)}")
+def _begin(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: CallKeywords) -> tuple[Queries, BranchKeys, Call]:
+    """Return the checked operands and the call of a public operation."""
+    if unknown := [name for name in keywords if name not in KEYWORDS]:
+        raise TypeError(f"{min(unknown)}= is no keyword of the operation; use one of geometry, {', '.join(KEYWORDS)}")
     checks.check_query(q)
     checks.check_geometry(geometry)
-    queries = queries_of(q, cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    max_seqlen, page_table = keywords.get("max_seqlen"), keywords.get("page_table")
+    queries = queries_of(q, keywords.get("cu_seqlens"), max_seqlen, keywords.get("query_start"), keywords.get("query_count"), page_table)
     queries, keys = _autocast(queries, keys_of(queries, pairs, geometry, max_seqlen, page_table))
     check_keys(queries, keys, geometry)
-    return queries, keys, make_call(q, geometry, scale, backend, registry)
+    return queries, keys, make_call(q, geometry, keywords.get("scale"), keywords.get("backend", AUTO), keywords.get("registry"))
 
 
 def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
@@ -260,13 +248,17 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
 def _gated_attention(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, are_gates_closed: bool = False
 ) -> Tensor:
-    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch. `are_gates_closed`: those of absent branches are 0."""
+    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch; branches without Keys are absent too.
+
+    `are_gates_closed`: the gates of absent branches are 0.
+    """
+    absent = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
     operands = _fused_operands(queries, keys, gates, absent, are_gates_closed=are_gates_closed)
     if operands is None or any(observer.needs_branches for observer in observers):
-        name = name_for(Operation.NSA, call)
-        if name not in (None, AUTO) and not isinstance(call.backend, str) and not torch.compiler.is_compiling():
+        name = AUTO if isinstance(call.backend, str) else call.backend.get(Operation.NSA.value, AUTO)
+        if name != AUTO and not torch.compiler.is_compiling():
             why = "a branch is absent" if operands is None else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
     elif (found := run(Operation.NSA, call, *operands)) is not None:
@@ -333,47 +325,30 @@ def _report_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
             observer.record_selection(block_indices, positions, call.geometry)
 
 
-def append_rows(
-    rows: tuple[NewRows, ...],
-    new_blocks: NewBlocks | None,
-    start: Tensor,
-    count: Tensor,
-    geometry: BlockGeometry,
-    backend: Backends = AUTO,
-    registry: BackendRegistry | None = None,
-) -> None:
+def append_rows(rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: Tensor, count: Tensor, call: Call) -> None:
     """Write a step's rows into the stores of a cache, and the compressed blocks that they complete, in place.
 
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
     _check_new_rows(rows, start, count)
     written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
+    in_pages = [new for new in written if new.store.page_table is not None]
+    in_fp8 = [new for new in written if new.store.k_scale is not None]
     # the store with the strictest needs decides the backend
-    asks = (
-        [new for new in written if new.store.page_table is not None] or [new for new in written if new.store.k_scale is not None] or written
-    )
+    asks = in_pages or in_fp8 or written
     if asks:
         new = asks[0]
-        call = make_call(new.k, geometry, None, backend, registry)
         # the request describes a step with one query head per KV head
         append = backend_for(Operation.APPEND, call, Queries(new.k, new.k.shape[1], None, start, count), new.store)
-        append(rows, new_blocks, start, count, geometry=geometry)
+        append(rows, new_blocks, start, count, geometry=call.geometry)
 
 
-def rotate_heads(
-    heads: tuple[Tensor, ...],
-    start: Tensor,
-    rope: RotaryEmbedding,
-    geometry: BlockGeometry,
-    backend: Backends = AUTO,
-    registry: BackendRegistry | None = None,
-) -> tuple[Tensor, ...]:
+def rotate_heads(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding, call: Call) -> tuple[Tensor, ...]:
     """Return q and keys `(B, m, heads, D_k)` of a step rotated, row i of sequence b at position start[b] + i; start int32 (B,). No gradient."""
     q, k = heads[0], heads[-1]
-    call = make_call(q, geometry, None, backend, registry)
     # the request describes q over the step's own keys
-    operands = Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1])
-    found: tuple[Tensor, ...] = backend_for(Operation.ROTATE, call, *operands)(heads, start, rope)
+    rotate = backend_for(Operation.ROTATE, call, Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1]))
+    found: tuple[Tensor, ...] = rotate(heads, start, rope)
     return found
 
 
@@ -402,19 +377,3 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
         size = new.store.k.shape[1] * (1 if table is None else table.shape[1])
         if not new.store.ring and reach > size:
             raise InputError(f"the step reaches position {reach} of a store of {size} rows; give it a larger one")
-
-
-def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the mean of each compressed block's tokens `(B, C, G, D)` of k `(B, S, G, D)`: phi without parameters (Eq. 7).
-
-    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
-
-    Raises:
-        InputError: for a k of another rank, or cu_seqlens that do not bound its rows.
-    """
-    checks.check_rank("k", k, 4, "(B, S, G, D)")
-    checks.check_floating("k", k)
-    checks.check_geometry(geometry)
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, k)
-    return block_windows(k, geometry, cu_seqlens).tokens.mean(2)

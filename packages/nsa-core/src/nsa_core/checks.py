@@ -85,34 +85,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
             raise InputError(f"cu_seqlens decreases from {before} to {after} at entry {entry} (offsets never decrease); sort them")
 
 
-def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:
-    """Raise InputError if an entry that is needed names no page of the store `name`; values are read on a CPU only.
-
-    `last_tokens` `(B,)`: tokens of each sequence up to its last query row, 0 where it has none; a page holds `page_size` tokens.
-    """
-    if not can_read(page_table) or not page_size:
-        return
-    num_needed = (last_tokens + page_size - 1) // page_size
-    if int(num_needed.max()) > page_table.shape[1]:
-        b = int(num_needed.argmax())
-        raise InputError(
-            f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
-            f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
-        )
-    needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
-    for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
-        raise InputError(
-            f"page_table[{b}, {entry}]={int(page_table[b, entry])} names no page of {name} (it has {num_pages}, and sequence {b} "
-            f"needs its first {int(needed[b].sum())}); use 0 .. {num_pages - 1}"
-        )
-    ordered, is_repeated = _ordered(torch.where(needed, page_table, -1))
-    for b, entry in _first(is_repeated):
-        raise InputError(
-            f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
-            f"give each stretch its own page"
-        )
-
-
 def is_size(size: Any, least: int) -> bool:
     """Return True for an integer of at least `least`; a tensor is none, because it would be read."""
     return not isinstance(size, bool) and isinstance(size, Integral | SymInt) and not size < least
@@ -128,30 +100,3 @@ def check_scale(scale: object) -> None:
     """Raise InputError unless `scale` is a number or None; a tensor is none, because it would be read."""
     if scale is not None and not isinstance(scale, Real | SymFloat):
         raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")
-
-
-def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError if a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
-    own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
-    for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
-        raise InputError(
-            f"block_indices[{b}, {t}, {g}, {slot}]={int(block_indices[b, t, g, slot])} is out of range (the query's candidates are "
-            f"0 .. {int(own[b, t, 0, 0])}, and -1 for none); use what select_blocks returns"
-        )
-    ordered, is_repeated = _ordered(block_indices)
-    for b, t, g, slot in _first(is_repeated):
-        raise InputError(
-            f"block_indices[{b}, {t}, {g}] names block {int(ordered[b, t, g, slot])} twice (each chosen block counts once); use -1 for unused slots"
-        )
-
-
-def _first(mask: Tensor) -> list[list[int]]:
-    """Return the index of the first True, in a list; an empty list where there is none."""
-    found: list[list[int]] = mask.nonzero()[:1].tolist()
-    return found
-
-
-def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted rows of `numbers`, and where an entry of at least 0 is repeated."""
-    ordered = numbers.sort(-1).values
-    return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

@@ -37,9 +37,9 @@ class Call(NamedTuple):
 def make_call(
     q: Tensor,
     geometry: BlockGeometry,
-    scale: float | None,
-    backend: Backends,
-    registry: BackendRegistry | None,
+    scale: float | None = None,
+    backend: Backends = AUTO,
+    registry: BackendRegistry | None = None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Call:
     """Return the call, with its defaults filled in.
@@ -71,58 +71,36 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the backend that serves the operands, or None if that is NSA and the branches run one by one."""
-    name = name_for(operation, call)
-    if name is None:
-        return None
-    registry, is_optional = call.registry, operation is Operation.NSA
-    if torch.compiler.is_compiling():
-        facts = facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse)
-        index = registry.resolve_index(name, is_optional, **facts)
-    else:
-        # routing delays a cached step, whose calls repeat those of the previous step
-        key = _key_of(operation, operands, call, name)
-        index = registry.route(key, name, is_optional, lambda: facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse))
-    return None if index < 0 else registry.backends[index]
-
-
-def _key_of(operation: Operation, operands: tuple[Any, ...], call: Call, name: str) -> tuple[Any, ...]:
-    """Return a key of the call outside traced graphs. Equal keys imply equal `facts_of`, which takes three times as long.
+    """Return the backend that serves the operands, or None if that is NSA and the branches run one by one.
 
     Raises:
         InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
-    queries, keys = _routed(operation, operands)
-    q, k = queries.q, keys.k
-    cu_seqlens = queries.cu_seqlens
-    needs_grad = (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_grad(operation, q, operands)
-    is_aligned = not q.is_cuda or _are_aligned(q, *_stores(operands))
-    return (
-        operation, name, call.returns_lse, call.geometry, q.device, q.dtype, k.dtype, q.shape, k.shape, keys.v.shape,
-        queries.max_count, keys.max_count, None if cu_seqlens is None else cu_seqlens.shape, queries.start is None,
-        keys.page_table is None, needs_grad, is_aligned,
-    )  # fmt: skip
+    name = name_for(operation, call)
+    if name is None:
+        return None
+    registry, is_optional, is_traced = call.registry, operation is Operation.NSA, torch.compiler.is_compiling()
+    # the selected branch's keys bound the tokens of NSA
+    queries, keys = operands[0], operands[2 if is_optional else 1]
+    needs_grad = (torch.is_grad_enabled() or _is_forward_mode()) and _needs_grad(operation, operands)
+    # a graph being traced has no addresses
+    is_aligned = is_traced or not queries.q.is_cuda or _are_aligned(queries.q, *_stores(operands))
 
+    def facts() -> dict[str, Any]:
+        return facts_of(operation, queries, keys, call, needs_grad=needs_grad, is_aligned=is_aligned)
 
-def _routed(operation: Operation, operands: tuple[Any, ...]) -> tuple[Queries, Keys]:
-    """Return the queries and keys that describe a request; with several Keys the selected branch's bound the tokens."""
-    queries, keys = operands[0], operands[2 if operation is Operation.NSA else 1]
-    assert isinstance(queries, Queries) and isinstance(keys, Keys)
-    return queries, keys
-
-
-def _stores(operands: tuple[Any, ...]) -> list[Tensor]:
-    """Return every k and v of the operands."""
-    return [store for x in operands[1:] if isinstance(x, Keys) for store in x[:2]]
-
-
-def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return True if a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
-    if operation is Operation.SELECT:
-        return False
-    tensors = [q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
-    check_no_tangent(*tensors)
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if is_traced:
+        index = registry.resolve_index(name, is_optional, **facts())
+    else:
+        # all that the facts depend on, in a third of their time: routing delays a cached step, whose calls repeat those of the previous step
+        q, k, cu_seqlens = queries.q, keys.k, queries.cu_seqlens
+        key = (
+            operation, name, call.returns_lse, call.geometry, q.device, q.dtype, k.dtype, q.shape, k.shape, keys.v.shape,
+            queries.max_count, keys.max_count, None if cu_seqlens is None else cu_seqlens.shape, queries.start is None,
+            keys.page_table is None, needs_grad, is_aligned,
+        )  # fmt: skip
+        index = registry.route(key, name, is_optional, facts)
+    return None if index < 0 else registry.backends[index]
 
 
 def name_for(operation: Operation, call: Call) -> str | None:
@@ -138,30 +116,25 @@ def name_for(operation: Operation, call: Call) -> str | None:
     return None if are_apart else name
 
 
-def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry, *, returns_lse: bool = False) -> dict[str, Any]:
+def facts_of(operation: Operation, queries: Queries, keys: Keys, call: Call, *, needs_grad: bool, is_aligned: bool) -> dict[str, Any]:
     """Return the request of a call as the constants that `BackendRegistry.resolve_index` takes, also while a graph is traced.
 
     Heads and head dimensions may be symbolic there (`dynamic=True`); `operator.index` specialises the graph to these sizes.
-
-    Raises:
-        InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
-    queries, keys = _routed(operation, operands)
-    q, layout, is_traced = queries.q, layout_of(queries, keys), torch.compiler.is_compiling()
-    needs_grad = _needs_grad(operation, q, operands)
+    q, cu_seqlens, is_traced = queries.q, queries.cu_seqlens, torch.compiler.is_compiling()
     batch, num_queries, num_heads, head_dim = q.shape
-    num_sequences = batch if queries.cu_seqlens is None else queries.cu_seqlens.shape[0] - 1
+    num_sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_keys = queries.max_count
     if queries.start is not None:
         is_compressed = operation in (Operation.CMP, Operation.SELECT)
-        num_keys = blocks.max_tokens(keys.max_count, geometry) if is_compressed else keys.max_count
+        num_keys = blocks.max_tokens(keys.max_count, call.geometry) if is_compressed else keys.max_count
         # so that a growing cache is not routed again at every step
         num_keys = num_keys if is_traced else 1 << max(num_keys - 1, 0).bit_length()
     if is_traced:
         batch, num_sequences, num_queries, num_keys = map(_length_bucket, (batch, num_sequences, num_queries, num_keys))
     return {
         "operation": operation.value,
-        "geometry": geometry.as_tuple(),
+        "geometry": call.geometry.as_tuple(),
         "device_type": q.device.type,
         "device_index": q.device.index or 0,
         "dtype": q.dtype,
@@ -174,12 +147,20 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         "num_kv_heads": operator.index(keys.k.shape[2]),
         "head_dim_qk": operator.index(head_dim),
         "head_dim_v": operator.index(head_dim if operation is Operation.SELECT else keys.v.shape[3]),
-        "layout": layout.value,
+        "layout": layout_of(queries, keys).value,
         "needs_grad": needs_grad,
-        "needs_lse_grad": needs_grad and returns_lse,
-        # a graph being traced has no addresses
-        "is_aligned": is_traced or not q.is_cuda or _are_aligned(q, *_stores(operands)),
+        "needs_lse_grad": needs_grad and call.returns_lse,
+        "is_aligned": is_aligned,
     }
+
+
+def _needs_grad(operation: Operation, operands: tuple[Any, ...]) -> bool:
+    """Return True if a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
+    if operation is Operation.SELECT:
+        return False
+    tensors = [operands[0].q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
+    check_no_tangent(*tensors)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
@@ -192,16 +173,23 @@ def _are_aligned(*tensors: Tensor) -> bool:
     return addresses % 16 == 0
 
 
+def _stores(operands: tuple[Any, ...]) -> list[Tensor]:
+    """Return every k and v of the operands."""
+    return [store for x in operands[1:] if isinstance(x, Keys) for store in x[:2]]
+
+
 def check_no_tangent(*tensors: Tensor) -> None:
     """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        # only inside forward-mode differentiation, because asking each tensor takes longer
-        return
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    # only inside forward-mode differentiation, because asking each tensor takes longer
+    if _is_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise InputError(
             "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "
             "or torch.autograd.functional.vjp"
         )
+
+
+def _is_forward_mode() -> bool:
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def _length_bucket(length: int) -> int:

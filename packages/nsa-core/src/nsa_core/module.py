@@ -13,11 +13,11 @@ from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import BRANCHES, NSAConfig
-from nsa_core.dispatch import make_call
+from nsa_core.dispatch import Call, make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, CacheOptions, NSACache, Step, streams
-from nsa_core.operands import BranchKeys, keys_of, queries_of
+from nsa_core.operands import keys_of, queries_of
 from nsa_core.reference.rows import positions_of
 from nsa_core.rope import RotaryEmbedding, rotate, unrotated
 from nsa_core.selection_loss import SelectionLoss
@@ -250,7 +250,8 @@ class NativeSparseAttention(nn.Module):
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
         tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
-        q, rows = self._project(x, lambda heads: tuple(rotate(each, tables) for each in heads))
+        projected = self._queries(x), self._keys_by_name(x), self._values_by_name(x)
+        q, rows = self._by_reader(*projected, lambda heads: tuple(rotate(each, tables) for each in heads))
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=q)
         raw, k_cmp, k_slc = rows["raw"][0], pairs["_cmp"][0], rows["slc"][0]
@@ -271,9 +272,10 @@ class NativeSparseAttention(nn.Module):
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
-        out = self._attend(queries, keys, self._gates(self.gate(x), queries), (self.telemetry,))
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        gates = self._gates(self.gate(x), queries)
+        out = attend_branches(queries, keys, gates, self._absent, self._call(q, self.telemetry), are_gates_closed=True)
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return y
 
     def _queries(self, x: Tensor) -> Tensor:
         """Return the queries `(B, S, H, D_k)` before RoPE."""
@@ -298,10 +300,6 @@ class NativeSparseAttention(nn.Module):
     def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the rotation of compressed keys at the positions of their last tokens."""
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
-
-    def _project(self, x: Tensor, turn: Turn) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
-        """Return the rotated q `(B, S, H, D_k)`, and k and v `(B, S, G, D)` of x's tokens by reader; see `_by_reader`."""
-        return self._by_reader(self._queries(x), self._keys_by_name(x), self._values_by_name(x), turn)
 
     @property
     def _readers(self) -> dict[str, str]:
@@ -365,7 +363,7 @@ class NativeSparseAttention(nn.Module):
 
         In a capture of a cache with `step_graphs`, independent work runs concurrently; see `kv_cache.streams`.
         """
-        config, device = self.config, None if cache.graphs is None else x.device
+        device = None if cache.graphs is None else x.device
         q = streams.fork(device, 0, lambda: self._queries(x))
         logits = streams.fork(device, 1, lambda: self.gate(x))
         values = streams.fork(device, 2, lambda: self._values_by_name(x))
@@ -374,17 +372,13 @@ class NativeSparseAttention(nn.Module):
         gates = streams.fork(device, 1, lambda: self._gates(logits, unturned))
         keys_by_name = self._keys_by_name(x)
         streams.join(device, 3)
-        queries, pairs = self._by_reader(
-            q,
-            keys_by_name,
-            values,
-            lambda heads: rotate_heads(heads, step.start, self.rope, config.geometry, config.backends, self.registry),
-        )
+        call = self._call(q, self.telemetry, cache.read_counter)
+        queries, pairs = self._by_reader(q, keys_by_name, values, lambda heads: rotate_heads(heads, step.start, self.rope, call))
         rows = {name: cache.new_rows(name, k, v) for name, (k, v) in pairs.items() if k is not None and name in cache.keys}
         # the ring takes the new tokens last if a retry of this step needs what they overwrite
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
         keys = {
-            "_cmp": self._append(cache, rows, step),
+            "_cmp": self._append(cache, rows, step, call),
             "_slc": rows["slc"].store if "slc" in rows else None,
             "_win": cache.window(rows, step),
         }
@@ -392,24 +386,24 @@ class NativeSparseAttention(nn.Module):
         is_known = not is_traced and form in cache.known_forms
         # a compiler may move the operations that write q behind APPEND
         rotated = unturned._replace(q=queries, follows_append="slc" in rows and not is_traced)
-        out = self._attend(rotated, keys, gates, (self.telemetry, cache.read_counter), is_known=is_known)
+        out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known, are_gates_closed=True)
         if not (is_known or is_traced):
             cache.note_form(form)
         projected: Tensor = streams.fork(device, 0, lambda: self.o_proj(out.flatten(-2)))
         if late:
-            append_rows(late, None, step.start, step.added, config.geometry, config.backends, self.registry)
+            append_rows(late, None, step.start, step.added, call)
         cache.end_step(step)
         streams.join(device, 1)
         return projected
 
-    def _append(self, cache: NSACache, rows: dict[str, NewRows], step: Step) -> Keys | None:
+    def _append(self, cache: NSACache, rows: dict[str, NewRows], step: Step, call: Call) -> Keys | None:
         """Write the step's rows (rings only in place) and the blocks that they complete; return the compressed keys and values."""
         cmp, emitted = None, None
         if "raw" in rows:
             cmp = cache.stores.keys_of("cmp")
             emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._block_rotation)
         written = tuple(new for name, new in rows.items() if step.in_place or name not in RINGS)
-        append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
+        append_rows(written, emitted, step.start, step.added, call)
         return cmp
 
     def _gates(self, logits: Tensor, queries: Queries) -> Tensor:
@@ -429,12 +423,12 @@ class NativeSparseAttention(nn.Module):
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
         return gates
 
-    def _attend(
-        self, queries: Queries, keys: BranchKeys, gates: Tensor, observers: tuple[AttentionObserver | None, ...], *, is_known: bool = False
-    ) -> Tensor:
-        """Return the gated sum of the branches `(B, S, H, D_v)`."""
-        config = self.config
+    @property
+    def _absent(self) -> tuple[str, ...]:
+        """Return the branches that are left out of the sum."""
+        return tuple(name for name in BRANCHES if name not in self.config.branches)
+
+    def _call(self, q: Tensor, *observers: AttentionObserver | None) -> Call:
+        """Return the settings that the operations of a pass share."""
         present = tuple(observer for observer in observers if observer is not None)
-        call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
-        absent = tuple(name for name in BRANCHES if name not in config.branches)
-        return attend_branches(queries, keys, gates, absent, call, is_known=is_known, are_gates_closed=True)
+        return make_call(q, self.config.geometry, None, self.config.backends, self.registry, present)

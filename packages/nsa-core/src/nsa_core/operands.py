@@ -327,16 +327,35 @@ def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
 
 def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
     """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
+    page_table, num_pages, page_size, name = x.page_table, x.k.shape[0], x.k.shape[1], f"k{ending}"
     # on a GPU a tensor from a Python number would wait for its copy
-    if queries.start is None or not checks.can_read(x.page_table):
+    if queries.start is None or not checks.can_read(page_table) or not page_size:
         return
-    rows, page_size = _row_counts(queries), x.k.shape[1]
-    last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
+    rows = torch.as_tensor(_row_counts(queries), device=queries.start.device)
+    last_tokens = torch.where(rows > 0, queries.start + rows, 0)
     if _is_part(x):
         # fewer tokens than the sequence has; the window's checks know how many
-        last_tokens = last_tokens.clamp(max=page_size * x.page_table.shape[1])
-    stride = geometry.compression_stride if ending == "_cmp" else 1
-    checks.check_page_table(x.page_table, last_tokens, f"k{ending}", x.k.shape[0], page_size * stride)
+        last_tokens = last_tokens.clamp(max=page_size * page_table.shape[1])
+    page_size *= geometry.compression_stride if ending == "_cmp" else 1
+    num_needed = (last_tokens + page_size - 1) // page_size
+    if int(num_needed.max()) > page_table.shape[1]:
+        b = int(num_needed.argmax())
+        raise InputError(
+            f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
+            f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
+        )
+    needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
+    for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
+        raise InputError(
+            f"page_table[{b}, {entry}]={int(page_table[b, entry])} names no page of {name} (it has {num_pages}, and sequence {b} "
+            f"needs its first {int(needed[b].sum())}); use 0 .. {num_pages - 1}"
+        )
+    ordered, is_repeated = _ordered(torch.where(needed, page_table, -1))
+    for b, entry in _first(is_repeated):
+        raise InputError(
+            f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
+            f"give each stretch its own page"
+        )
 
 
 def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
@@ -344,5 +363,28 @@ def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: B
     checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
     shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
     checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)
-    if checks.can_read(block_indices):
-        checks.check_block_indices(block_indices, positions_of(queries), geometry)
+    if not checks.can_read(block_indices):
+        return
+    own = torch.div(positions_of(queries), geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
+    for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
+        raise InputError(
+            f"block_indices[{b}, {t}, {g}, {slot}]={int(block_indices[b, t, g, slot])} is out of range (the query's candidates are "
+            f"0 .. {int(own[b, t, 0, 0])}, and -1 for none); use what select_blocks returns"
+        )
+    ordered, is_repeated = _ordered(block_indices)
+    for b, t, g, slot in _first(is_repeated):
+        raise InputError(
+            f"block_indices[{b}, {t}, {g}] names block {int(ordered[b, t, g, slot])} twice (each chosen block counts once); use -1 for unused slots"
+        )
+
+
+def _first(mask: Tensor) -> list[list[int]]:
+    """Return the index of the first True, in a list; an empty list where there is none."""
+    found: list[list[int]] = mask.nonzero()[:1].tolist()
+    return found
+
+
+def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sorted rows of `numbers`, and where an entry of at least 0 is repeated."""
+    ordered = numbers.sort(-1).values
+    return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

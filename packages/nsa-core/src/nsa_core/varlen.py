@@ -30,6 +30,12 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     return torch.arange(total, device=cu_seqlens.device) - starts
 
 
+def slots_in_batch(cu_seqlens: Tensor, total: int, length: int) -> Tensor:
+    """Return int64 `(total,)`: each packed row's index among the N * length rows of a batch; rows after the last sequence follow them."""
+    sequence = sequence_ids(cu_seqlens, total)
+    return sequence * length + torch.arange(total, device=cu_seqlens.device) - cu_seqlens.long()[sequence]
+
+
 def compressed_lengths(lengths: Tensor, geometry: BlockGeometry) -> Tensor:
     """Return N_c of every length, elementwise; same shape and dtype as `lengths`."""
     size, stride = geometry.compression_block_size, geometry.compression_stride

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from nsa_core.errors import ConfigError, NSAError
+from nsa_transformers.tokenizer import tokenizer_of
 
 SPLIT = "test"
 """The name of the split of a task whose `data` are a list."""
@@ -43,10 +44,12 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
         ) from None
     try:
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).to(device), AutoTokenizer.from_pretrained(folder)
-    except (StrictDataclassError, ValueError) as error:
+        # a folder of another family may hold code and pickles
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
+        tokenizer = tokenizer_of(folder)
+    except (StrictDataclassError, OSError, ValueError) as error:
         raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({_line(error)}); name an export") from None
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    wrapped = HFLM(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch_size)
     try:
         built = [ConfigurableTask(config=config) for config in configs]
         # without an index of lm-eval's own tasks, which takes seconds

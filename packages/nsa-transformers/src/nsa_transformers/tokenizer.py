@@ -55,8 +55,17 @@ def id_tokenizer(num_ids: int, *, separator: int, pad: int, max_length: int | No
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Return the tokenizer of the model in `folder`; none of its code is run."""
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    """Return the tokenizer of the model in `folder`; none of its code is run.
+
+    Raises:
+        InputError: if there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # a file that is no tokenizer raises whatever its reader meets first, in tokenizers a bare Exception
+    except Exception as error:  # noqa: BLE001
+        said = " ".join(str(error).split())
+        raise InputError(f"{folder} has no tokenizer that can be read ({said:.200}); copy its tokenizer.json again") from None
 
 
 def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:

@@ -15,7 +15,9 @@ model.attention = "dense"
 train.lr = [1e-3, 3e-3]
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -31,6 +33,10 @@ from nsa_train.settings.recipe import apply_override, find_recipe, read_toml
 
 KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000
+SEED = "train.seed"
+"""The key that `seeds` sets."""
+MOST_BYTES = 240
+"""Longest name of a run's directory: file systems take 255 bytes, and files of a trial add an ending."""
 
 
 class Variant(NamedTuple):
@@ -80,10 +86,10 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
     Raises:
         OptionError: with a line for each fault of the plan; a fault of one trial names the trial.
     """
-    path = shipped_plans().get(plan, Path(plan))
+    path = shipped_plans("ablate").get(plan, Path(plan))
     if not path.is_file():
         raise OptionError(
-            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans())}, or a TOML file's path"
+            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans('ablate'))}, or a TOML file's path"
         )
     try:
         content = read_toml(path)
@@ -97,35 +103,59 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
             apply_override(common, override)
     except ConfigError as error:
         raise OptionError(str(error)) from None
-    return Plan(name=path.stem, baseline=content.get("baseline"), trials=tuple(_trials(content, base, _keys(common), path.name)))
+    if SEED in _keys(common):
+        raise OptionError(
+            f"--set {SEED}={_keys(common)[SEED]!r} is not read (each trial has one of the plan's seeds); change seeds in {path.name}"
+        )
+    trials = tuple(_trials(content, base, _keys(common), path.name))
+    if problems := list(broken_names([trial.name for trial in trials])):
+        raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
+    return Plan(name=path.stem, baseline=content.get("baseline"), trials=trials)
+
+
+def broken_names(names: Sequence[str]) -> Iterator[str]:
+    """Yield why `names`, of the directories of runs, cannot be used: equal ones would be one run, and long ones are no file names."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield (
+                f"{count} runs have the directory {name!r} (each has its own, named by letters, digits and .=+-_ of the arm and the grid's "
+                "values); rename an arm, or drop a value that the grid has twice"
+            )
+        if len(name.encode()) > MOST_BYTES:
+            yield f"a run has the directory {name[:40]!r}... of {len(name.encode())} bytes (the rule: at most {MOST_BYTES}); use shorter names"
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} is unknown; use one of {listed(KEYS)}" for name in content if name not in KEYS)
     if not isinstance(content.get("recipe"), str):
         yield f'recipe={content.get("recipe")!r} names no recipe; use recipe = "demo"'
-    yield from _broken_seeds(content.get("seeds", [0]))
-    yield from _broken_arms(content.get("arms", {}), content.get("baseline"))
+    seeds, arms, baseline = content.get("seeds", [0]), content.get("arms", {}), content.get("baseline")
+    if not (isinstance(seeds, list) and seeds and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)):
+        yield f"seeds={seeds!r} is not a list of integers; use seeds = [0, 1, 2]"
+    elif len(set(seeds)) < len(seeds):
+        yield f"seeds={seeds!r} names a seed twice; name each once"
+    if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
+        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
+    elif baseline is not None and not (isinstance(baseline, str) and baseline in arms):
+        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
     tables = {name: content.get(name, {}) for name in ("set", "grid")}
     yield from (f"{name}={table!r} is not a table; use a section [{name}]" for name, table in tables.items() if not isinstance(table, dict))
     if isinstance(tables["grid"], dict):
         for key, values in _keys(tables["grid"]).items():
             if not (isinstance(values, list) and values):
-                yield f"grid.{key}={values!r} is not a list of values; use [{values!r}]"
+                advice = "name one value or more, or drop the key" if values == [] else f"use [{values!r}]"
+                yield f"grid.{key}={values!r} is not a list of values; {advice}"
+    yield from _settings_of_seeds(content)
 
 
-def _broken_seeds(seeds: Any) -> Iterator[str]:
-    if not (isinstance(seeds, list) and seeds and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)):
-        yield f"seeds={seeds!r} is not a list of integers; use seeds = [0, 1, 2]"
-    elif len(set(seeds)) < len(seeds):
-        yield f"seeds={seeds!r} names a seed twice; name each once"
-
-
-def _broken_arms(arms: Any, baseline: Any) -> Iterator[str]:
-    if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
-        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
-    elif baseline is not None and baseline not in arms:
-        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
+def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each table that sets the seed of trials, which have those of the plan."""
+    arms = content.get("arms")
+    tables = {name: content.get(name) for name in ("set", "grid")}
+    tables |= {f"arms.{name}": keys for name, keys in arms.items()} if isinstance(arms, dict) else {}
+    for name, table in tables.items():
+        if isinstance(table, dict) and SEED in (keys := _keys(table)):
+            yield f"{name}.{SEED}={keys[SEED]!r} is not read (each trial has one of the plan's seeds); use seeds = [0, 1, 2]"
 
 
 def _keys(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,14 +171,15 @@ def _keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[Trial]:
     common, grid = {**_keys(content.get("set", {})), **overrides}, _keys(content.get("grid", {}))
-    points = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
     seeds = content.get("seeds", [0])
-    if (count := len(seeds) * len(content["arms"]) * len(points)) > MOST_TRIALS:
+    # counted before the points are made, which may be more than memory holds
+    if (count := len(seeds) * len(content["arms"]) * math.prod(map(len, grid.values()))) > MOST_TRIALS:
         raise OptionError(f"{source}: {count:,} trials are more than {MOST_TRIALS:,}; cut the grid")
+    points = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
-                settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
+                settings = {**common, **_keys(keys), **dict(point), SEED: seed}
                 # as hashable parts of a dictionary key
                 plain = tuple((key, value if isinstance(value, int | float | str | bool) else str(value)) for key, value in point)
                 variant = Variant(arm, plain)

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from attrs import frozen
 
@@ -77,14 +76,6 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     return folders
 
 
-class Running(NamedTuple):
-    """A trial that runs."""
-
-    process: "subprocess.Popen[bytes]"
-    gpu: str | None
-    """The GPU that it alone sees; None if it sees those of this process."""
-
-
 def _is_recipe_of(folder: TrialFolder) -> bool:
     """Return True if the recipe that was written is the trial's, whatever its spelling."""
     try:
@@ -109,7 +100,8 @@ def run_trials(
     stops no other trial; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
-    running: dict[TrialFolder, Running] = {}
+    running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
+    gpu_of: dict[TrialFolder, str | None] = {}
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -119,12 +111,13 @@ def run_trials(
         while waiting or running:
             while waiting and len(running) < side_by_side:
                 folder = waiting.pop(0)
-                taken = [trial.gpu for trial in running.values()]
-                gpu = min(gpus, key=taken.count) if len(gpus) > 1 else None
+                taken = [gpu_of[other] for other in running]
+                # None: it sees the GPUs of this process
+                gpu = gpu_of[folder] = min(gpus, key=taken.count) if len(gpus) > 1 else None
                 say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
-                running[folder] = Running(_started(folder, gpu), gpu)
-            for folder in [folder for folder, trial in running.items() if trial.process.poll() is not None]:
-                say(_ended(folder, running.pop(folder).process.returncode))
+                running[folder] = _started(folder, gpu)
+            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                say(_ended(folder, running.pop(folder).returncode))
                 after_each()
             if deadline is not None and time.monotonic() > deadline and (waiting or running):
                 say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
@@ -135,7 +128,12 @@ def run_trials(
         return False
     finally:
         signal.signal(signal.SIGTERM, before)
-        _end(running, say)
+        # every run saves and ends; a second signal ends this process at once
+        for process in running.values():
+            with suppress(ProcessLookupError):
+                process.terminate()
+        for folder, process in running.items():
+            say(_ended(folder, process.wait()))
     return True
 
 
@@ -172,12 +170,3 @@ def _ended(folder: TrialFolder, code: int) -> str:
         return f"stopped {folder.trial.name} before it had anything to save"
     lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {lines[-1] if lines else 'it said nothing'}"
-
-
-def _end(running: dict[TrialFolder, Running], say: Callable[[str], None]) -> None:
-    """Wait until every run has saved and ended; a second signal ends this process at once."""
-    for trial in running.values():
-        with suppress(ProcessLookupError):
-            trial.process.terminate()
-    for folder, trial in running.items():
-        say(_ended(folder, trial.process.wait()))

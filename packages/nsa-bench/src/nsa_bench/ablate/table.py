@@ -1,6 +1,5 @@
 """The results of an ablation: figures of each trial, of each variant over its seeds, table, files, curves. Imports no torch."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,12 +13,14 @@ from rich.text import Text
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials, visible_gpus
-from nsa_bench.errors import OptionError
+from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
 AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
 """The figures of trials whose means are in the table."""
+DAMAGED = (OSError, ArithmeticError, LookupError, TypeError, ValueError)
+"""What reading figures raises where a file lacks some of them or holds something else."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
 
 
@@ -49,17 +50,21 @@ def run_ablation(
     plan = load_plan(name, overrides)
     known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
     trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
-    output.check_files()
+    output.check_files(png_file)
     folders = prepare(trials, out or Path("ablations") / plan.name)
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
 
     def write() -> list[TrialResult]:
-        results = [*known.values(), *(_result(folder, output.commit) for folder in folders if folder.judged.is_file())]
+        results = [*known.values(), *(result_of(folder, output.commit) for folder in folders if folder.judged.is_file())]
         if results:
             output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         return results
 
+    for folder in folders:
+        if folder.judged.is_file():
+            # a damaged record is refused before further trials run
+            result_of(folder, output.commit)
     gpus = visible_gpus() if side_by_side > 1 else ()
     run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say, after_each=lambda: output.keep(write), gpus=gpus)
     results = write()
@@ -134,54 +139,80 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
         OptionError: for a file that holds no results of this plan, or trials that the plan does not have.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = [(trial.pop("variant"), trial) for trial in map(dict, content["trials"])]
-        name, ran_on = content["plan"], facts_of(content.get("environment") or {})
+        content = load_json(path)
+        found = {(figures["variant"], figures.get("seed")): figures for figures in map(dict, content["trials"])}
+        name, ran_on = content["plan"], facts_of(dict(content.get("environment") or {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             f"--earlier={str(path)!r} holds no results of an ablation ({type(error).__name__}); name a file of --json"
         ) from None
     trials: dict[tuple[Any, Any], Trial] = {(str(trial.variant), trial.seed): trial for trial in plan.trials}
     results = []
-    for variant, figures in found:
-        trial = trials.get((variant, figures.get("seed")))
+    for (variant, seed), figures in found.items():
+        trial = trials.get((variant, seed))
         if name != plan.name or trial is None or figures.get("steps") != trial.config.train.steps:
             raise OptionError(
-                f"--earlier={str(path)!r} has the trial {variant!r}, seed {figures.get('seed')}, {figures.get('steps')} steps of plan {name!r} "
+                f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, {figures.get('steps')} steps of plan {name!r} "
                 f"(plan {plan.name!r} has no such trial); name a file of this plan"
             )
         try:
-            curve = [(step, loss) for step, loss in figures["curve"]]
             # a file without `ran_on` holds trials of one machine, which wrote it
-            results.append(TrialResult(**{"ran_on": ran_on, **figures, "variant": trial.variant, "curve": curve}))
-        except (TypeError, ValueError, KeyError):
+            results.append(_checked({"ran_on": ran_on, **figures, "variant": trial.variant}))
+        except DAMAGED:
             raise OptionError(
                 f"--earlier={str(path)!r} lacks figures of {variant!r} (another version wrote it); run the trial again"
             ) from None
     return results
 
 
-def _result(folder: TrialFolder, commit: str | None) -> TrialResult:
-    """Return the figures of a finished trial; `commit`, of the call's option, is for a run outside a checkout."""
+def _checked(figures: dict[str, Any]) -> TrialResult:
+    """Return the result of `figures`, which a file holds.
+
+    Raises:
+        One of DAMAGED: if they are not all there, or not the numbers that the table needs.
+    """
+    curve = [(int(step), float(loss)) for step, loss in figures["curve"]]
+    result = TrialResult(**{**figures, "curve": curve, "ran_on": dict(figures["ran_on"])})
+    buckets = [bucket[name] for bucket in result.by_position for name in ("first", "last", "targets", "loss", "right")]
+    numbers = (result.steps, result.tokens, result.parameters, *(getattr(result, name) for name in AVERAGED), *buckets)
+    if not (curve and result.by_position and all(math.isfinite(number) for number in (*numbers, *(loss for _, loss in curve)))):
+        raise ValueError("a figure is missing or not finite")
+    return result
+
+
+def result_of(folder: TrialFolder, commit: str | None) -> TrialResult:
+    """Return the figures of a finished trial; `commit`, of the call's option, is for a run outside a checkout.
+
+    Raises:
+        BenchError: if one of its files is damaged.
+    """
+    try:
+        return _checked(_figures(folder, commit))
+    except DAMAGED as error:
+        raise BenchError(
+            f"the finished trial {folder.trial.name!r} has a damaged record ({type(error).__name__}: {error}); "
+            f"delete {folder.run.root}, and the trial runs again"
+        ) from None
+
+
+def _figures(folder: TrialFolder, commit: str | None) -> dict[str, Any]:
     environment = load_json(folder.run.environment)
     metrics, curve = load_json(folder.run.metrics), [(int(row["step"]), row["val_loss"]) for row in read_rows(folder.run.validation)]
     losses = [loss for _, loss in curve]
     by_position = load_json(folder.judged)["by_position"]
     targets = sum(bucket["targets"] for bucket in by_position)
-    return TrialResult(
-        variant=folder.trial.variant,
-        seed=folder.trial.seed,
-        steps=metrics["steps"],
-        tokens=metrics["tokens"],
-        parameters=metrics["parameters"],
-        val_loss=losses[-1],
-        best_val_loss=min(losses),
-        right=sum(bucket["targets"] * bucket["right"] for bucket in by_position) / targets,
-        toks_per_s=statistics.median(row["toks_per_s"] for row in read_rows(folder.run.training)),
-        curve=curve,
-        by_position=by_position,
-        ran_on=facts_of(environment | {"commit": environment.get("commit") or commit}),
-    )
+    return {
+        "variant": folder.trial.variant,
+        "seed": folder.trial.seed,
+        **{name: metrics[name] for name in ("steps", "tokens", "parameters")},
+        "val_loss": losses[-1],
+        "best_val_loss": min(losses),
+        "right": sum(bucket["targets"] * bucket["right"] for bucket in by_position) / targets,
+        "toks_per_s": statistics.median(row["toks_per_s"] for row in read_rows(folder.run.training)),
+        "curve": curve,
+        "by_position": by_position,
+        "ran_on": facts_of(environment | {"commit": environment.get("commit") or commit}),
+    }
 
 
 def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
@@ -286,8 +317,11 @@ def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     for index, variant in enumerate(shown):
         found = [result for result in results if result.variant == variant]
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": str(variant), "lw": 1.3}
-        _draw_band(by_tokens, *_curve(found), style)
-        _draw_band(by_position, *_positions(found), style)
+        per_step = found[0].tokens / found[0].steps
+        _draw_band(by_tokens, [{step * per_step: loss for step, loss in result.curve} for result in found], style)
+        # at the middle of each bucket
+        middles = [{(bucket["first"] + bucket["last"]) / 2 + 1: bucket["loss"] for bucket in result.by_position} for result in found]
+        _draw_band(by_position, middles, style)
     by_tokens.set(xlabel="tokens", ylabel="nats per token, held out", title=plan.name)
     by_position.set(xlabel="position in the sequence", ylabel="nats per token, held out", title="at the end, by position", xscale="log")
     by_tokens.legend(frameon=False)
@@ -295,26 +329,10 @@ def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     canvas.print_png(path)
 
 
-def _draw_band(axis: Any, points: Sequence[float], means: Sequence[Mean], style: dict[str, Any]) -> None:
-    axis.plot(points, [mean.mean for mean in means], **style)
+def _draw_band(axis: Any, curves: Sequence[dict[float, float]], style: dict[str, Any]) -> None:
+    """Draw the mean loss and its standard error at the points that all of `curves` have."""
+    common = [point for point in curves[0] if all(point in curve for curve in curves)]
+    means = [mean for point in common if (mean := Mean.of([curve[point] for curve in curves])) is not None]
+    axis.plot(common, [mean.mean for mean in means], **style)
     low, high = ([mean.mean + sign * (mean.error or 0.0) for mean in means] for sign in (-1, 1))
-    axis.fill_between(points, low, high, color=style["color"], alpha=0.2, lw=0)
-
-
-def _curve(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
-    """Return tokens and mean loss of the evaluations that all of `found` have."""
-    curves = [dict(result.curve) for result in found]
-    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
-    per_step = found[0].tokens / found[0].steps
-    return [step * per_step for step in steps], _means([[curve[step] for curve in curves] for step in steps])
-
-
-def _positions(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
-    """Return the middle of each bucket of positions and the mean loss there."""
-    losses = [{(bucket["first"], bucket["last"]): bucket["loss"] for bucket in result.by_position} for result in found]
-    buckets = [bucket for bucket in losses[0] if all(bucket in loss for loss in losses)]
-    return [(first + last) / 2 + 1 for first, last in buckets], _means([[loss[bucket] for loss in losses] for bucket in buckets])
-
-
-def _means(columns: Sequence[Sequence[float]]) -> list[Mean]:
-    return [mean for column in columns if (mean := Mean.of(column)) is not None]
+    axis.fill_between(common, low, high, color=style["color"], alpha=0.2, lw=0)

@@ -32,7 +32,7 @@ from nsa_bench.measurement import (
     measure,
 )
 from nsa_bench.options import AttentionOptions
-from nsa_bench.reporting import attention_tables, collect
+from nsa_bench.reporting import attention_tables, collect, measured_rows, progress_line
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
 from nsa_core import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
@@ -59,11 +59,12 @@ def run_attention(options: AttentionOptions, output: Output) -> list[Measurement
 def run_plan(plan: Plan, setup: Setup, options: dict[str, Any], output: Output) -> list[Measurement]:
     """Measure `plan`, print its tables, write its files, and return the measurements; `options` as they were given."""
 
-    def judge(measurements: list[Measurement], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    def lists_of(measurements: list[Measurement], common: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         swept = {"sweep": sweep_rows(judge_sweep(plan.points, measurements), common)} if plan.points else {}
-        return swept | ({"targets": target_rows(judge_targets(plan.targets, measurements))} if plan.targets else {})
+        judged = {"targets": target_rows(judge_targets(plan.targets, measurements))} if plan.targets else {}
+        return {**measured_rows(measurements, common), **swept, **judged}
 
-    measurements = collect(run_jobs(plan.jobs, setup), options, output, judge)
+    measurements = collect(run_jobs(plan.jobs, setup), options, output, progress_line, lists_of)
     if plan.points:
         # a table per point would hide the verdicts; the files have all points
         output.show(sweep_table(judge_sweep(plan.points, measurements)))

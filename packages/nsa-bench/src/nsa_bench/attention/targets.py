@@ -57,9 +57,12 @@ class Target:
     is_memory: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.shape.name} {self.seq_len // KIBI}k {self.selection} {self.operation} {'memory' if self.is_memory else self.direction}"
-        )
+        return f"{self.shape.name} {self.seq_len // KIBI}k {self.selection} {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Return the operation, and its direction or "memory"."""
+        return f"{self.operation} {'memory' if self.is_memory else self.direction}"
 
     @property
     def unit(self) -> str:
@@ -130,8 +133,7 @@ def target_jobs(targets: tuple[Target, ...], baselines: tuple[str, ...] = BASELI
 def judge_targets(targets: tuple[Target, ...], measurements: list[Measurement]) -> list[Judgement]:
     """Return every target with its figure, or with the reason why it has none."""
     found = {(one.case.shape, one.case.seq_len, one.case.selection, one.operation, one.direction): one for one in measurements}
-    keys = [(target.shape, target.seq_len, target.selection, target.operation, target.direction) for target in targets]
-    return [_judged(target, found.get(key)) for target, key in zip(targets, keys, strict=True)]
+    return [_judged(one, found.get((one.shape, one.seq_len, one.selection, one.operation, one.direction))) for one in targets]
 
 
 def _judged(target: Target, one: Measurement | None) -> Judgement:
@@ -147,19 +149,12 @@ def target_rows(judgements: list[Judgement]) -> list[dict[str, Any]]:
     """Return the judgements as rows for a file."""
     return [
         {
-            "shape": one.target.shape.name,
-            "seq_len": one.target.seq_len,
-            "selection": one.target.selection.value,
-            "operation": one.target.operation,
-            "direction": one.target.direction.value,
-            "unit": one.target.unit,
-            "measured": one.measured,
-            "must": one.target.must,
-            "aim": one.target.aim,
-            "verdict": one.verdict,
+            "shape": one.target.shape.name, "seq_len": one.target.seq_len, "selection": one.target.selection.value,
+            "operation": one.target.operation, "direction": one.target.direction.value, "unit": one.target.unit,
+            "measured": one.measured, "must": one.target.must, "aim": one.target.aim, "verdict": one.verdict,
         }
         for one in judgements
-    ]
+    ]  # fmt: skip
 
 
 def targets_table(judgements: list[Judgement], measurements: list[Measurement]) -> Table:
@@ -175,7 +170,7 @@ def targets_table(judgements: list[Judgement], measurements: list[Measurement]) 
             missing[f"{target}: {one.reason}"] = True
         table.add_row(
             Text(f"{target.shape.name} {target.seq_len // KIBI}k {target.selection}"),
-            f"{target.operation} {'memory' if target.is_memory else target.direction}",
+            target.what,
             "-" if one.measured is None else f"{one.measured:.4g} {'x' if target.is_memory else 'ms'}",
             number(target.must),
             number(target.aim),

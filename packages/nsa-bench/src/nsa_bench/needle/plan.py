@@ -30,16 +30,17 @@ from typing import Any
 
 from attrs import evolve, fields_dict, frozen
 
-from nsa_bench.ablate.plan import Trial, Variant
+from nsa_bench.ablate import shipped_plans
+from nsa_bench.ablate.plan import Trial, Variant, broken_names
+from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
-from nsa_bench.needle import shipped_plans
 from nsa_core.config import BlockGeometry
 from nsa_core.serialization import toml_value
 from nsa_train.data.retrieval import Retrieval
 from nsa_train.errors import ConfigError
-from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.recipe import apply_override, load_config, read_toml
+from nsa_train.settings.rules import MOST_SEED
 
 KEYS = ("recipe", "set", "arms", "stages", "grid")
 
@@ -114,8 +115,8 @@ class NeedlePlan:
         return range(-(-first // size), min(_first_in_reach(question, geometry) for geometry in geometries) // size)
 
     def problems(self) -> list[str]:
-        """Return the reasons why the arms cannot be evaluated on the grid."""
-        found = []
+        """Return the reasons why the arms cannot be trained below one directory, or evaluated on the grid."""
+        found = list(broken_names([stage.name for arm in self.arms for stage in arm.stages]))
         for length in self.grid.lengths:
             free, task = len(self._free_slots(length)), self.haystack(length)
             if free < self.grid.depths:
@@ -157,10 +158,10 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
     Raises:
         OptionError: with a line for each fault of the plan.
     """
-    path = shipped_plans().get(plan, Path(plan))
+    path = shipped_plans("needle").get(plan, Path(plan))
     if not path.is_file():
         raise OptionError(
-            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans())}, or a TOML file's path"
+            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans('needle'))}, or a TOML file's path"
         )
     out = root or Path("needles") / path.stem
     try:
@@ -195,17 +196,12 @@ def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence
     for number, stage in enumerate(content["stages"], 1):
         tables = (content.get("set", {}), content["arms"][name], stage)
         settings = [f"{table}.{key}={toml_value(value)}" for part in tables for table, keys in part.items() for key, value in keys.items()]
-        start = [f"train.init_from={toml_value(str(run_of(out, stages[-1]).root.absolute()))}"] if stages else []
+        start = [f"train.init_from={toml_value(str(TrialFolder(out, stages[-1]).run.root.absolute()))}"] if stages else []
         config = load_config(recipe, [*settings, *start, *overrides])
         if config.data.source != "needle":
             raise OptionError(f"data.source={config.data.source!r} hides no pairs; use data.source = 'needle' in section [set]")
         stages.append(Trial(Variant(name, (("needle.stage", number),)), config.train.seed, config))
     return Arm(name=name, stages=tuple(stages))
-
-
-def run_of(out: Path, stage: Trial) -> RunDirectory:
-    """Return the run's directory of a stage below `out`."""
-    return RunDirectory(out / "runs" / stage.name)
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -244,3 +240,7 @@ def _broken_grid(grid: Any) -> Iterator[str]:
             yield f"grid.{name}={value!r} is no {kind} of at least {least}; use {'[1024, 2048]' if is_list else max(least, 10)}"
         elif name == "distractors" and is_list and isinstance(lengths := grid.get("lengths"), list) and len(value) != len(lengths):
             yield f"grid.distractors has {len(value)} numbers for {len(lengths)} lengths; use one for each, or one for all"
+        elif name == "lengths" and len(set(value)) < len(value):
+            yield f"grid.lengths={value!r} names a length twice (each is evaluated once); name each once"
+        elif name in known and max(numbers) > MOST_SEED:
+            yield f"grid.{name}={value!r} is too large (the rule: at most {MOST_SEED:,}); use {'[1024, 2048]' if is_list else 10}"

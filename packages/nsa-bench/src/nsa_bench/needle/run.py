@@ -6,30 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.ablate.run import prepare, run_trials
-from nsa_bench.needle.plan import Arm, NeedlePlan, run_of
+from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.errors import BenchError
+from nsa_bench.needle.plan import Arm, NeedlePlan
 from nsa_train.files import written_whole
+from nsa_train.settings.config import listed
 from nsa_train.telemetry.records import load_json
 
 Say = Callable[[str], None]
+CELL_KEYS = {"length", "settings", "seconds", "cells"}
+"""The keys of a file of cells."""
 
 
-class Deadline:
-    """The time limit of a call; None: there is no limit."""
-
-    def __init__(self, minutes: float | None) -> None:
-        """Begin now."""
-        self._end = None if minutes is None else time.monotonic() + 60 * minutes
-
-    @property
-    def minutes(self) -> float | None:
-        """Return the remaining minutes, at least 0."""
-        return None if self._end is None else max(0.0, (self._end - time.monotonic()) / 60)
-
-    @property
-    def is_over(self) -> bool:
-        """Return True if the time is over."""
-        return self.minutes == 0
+def minutes_until(end: float | None) -> float | None:
+    """Return the minutes until `end`, a time of the monotonic clock in seconds, at least 0; None if there is no end."""
+    return None if end is None else max(0.0, (end - time.monotonic()) / 60)
 
 
 def train_and_evaluate(
@@ -45,17 +36,17 @@ def train_and_evaluate(
         OptionError: if a run below `out` was begun with another recipe.
     """
     folders = {arm: prepare(arm.stages, out) for arm in arms}
-    deadline = Deadline(minutes)
+    end = None if minutes is None else time.monotonic() + 60 * minutes
     try:
         for arm in arms:
             # one at a time: each begins with the weights of the previous one
-            if not run_trials(folders[arm], side_by_side=1, minutes=deadline.minutes, say=say, after_each=after_each):
+            if not run_trials(folders[arm], side_by_side=1, minutes=minutes_until(end), say=say, after_each=after_each):
                 return False
             if not all(folder.judged.is_file() for folder in folders[arm]):
                 continue
             for left in _evaluated(plan, arm, out, say):
                 after_each()
-                if left and deadline.is_over:
+                if left and minutes_until(end) == 0:
                     say(f"the minutes are over: {arm.name} has {left} lengths left for the next call")
                     return False
     except KeyboardInterrupt:
@@ -65,16 +56,31 @@ def train_and_evaluate(
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
-    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
+    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`.
+
+    Raises:
+        BenchError: for a damaged file.
+    """
     for length in plan.grid.lengths:
         path = _cells_file(out, arm, length)
-        if path.is_file() and (content := load_json(path))["settings"] == _settings(plan, length):
+        if path.is_file() and (content := _cells_of(path))["settings"] == _settings(plan, length):
             yield content
+
+
+def _cells_of(path: Path) -> dict[str, Any]:
+    try:
+        content = load_json(path)
+        problem = f"no {listed(sorted(missing))}" if (missing := CELL_KEYS - content.keys()) else ""
+    except (OSError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise BenchError(f"{path} is damaged ({problem}); delete it, and the length is evaluated again")
+    return content
 
 
 def _cells_file(out: Path, arm: Arm, length: int) -> Path:
     """Return the file of one length, in the directory of the run whose model answers."""
-    return run_of(out, arm.stages[-1]).root / "cells" / f"{length}.json"
+    return TrialFolder(out, arm.stages[-1]).run.root / "cells" / f"{length}.json"
 
 
 def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say) -> Iterator[int]
     yield len(left)
     from nsa_bench.needle.evaluate import Evaluation
 
-    evaluation = Evaluation(plan, arm.config, run_of(out, arm.stages[-1]))
+    evaluation = Evaluation(plan, arm.config, TrialFolder(out, arm.stages[-1]).run)
     for number, length in enumerate(left, 1):
         began = time.monotonic()
         cells = [cell._asdict() for cell in evaluation.cells(length)]
@@ -106,12 +112,7 @@ def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say) -> Iterator[int]
         path.parent.mkdir(exist_ok=True)
         with written_whole(path) as aside:
             aside.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-        say(f"{arm.name}: {length} tokens, {_shares(cells)}, {content['seconds']:.1f} s")
+        by_mode = {mode: [cell for cell in cells if cell["mode"] == mode] for mode in dict.fromkeys(cell["mode"] for cell in cells)}
+        shares = (f"{mode} {sum(c['right'] for c in own) / sum(c['samples'] for c in own):.0%}" for mode, own in by_mode.items())
+        say(f"{arm.name}: {length} tokens, {', '.join(shares)}, {content['seconds']:.1f} s")
         yield len(left) - number
-
-
-def _shares(cells: list[dict[str, Any]]) -> str:
-    """Return the share of right answers of each mode."""
-    modes = dict.fromkeys(cell["mode"] for cell in cells)
-    own = {mode: [cell for cell in cells if cell["mode"] == mode] for mode in modes}
-    return ", ".join(f"{mode} {sum(c['right'] for c in found) / sum(c['samples'] for c in found):.0%}" for mode, found in own.items())

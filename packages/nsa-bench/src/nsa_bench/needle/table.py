@@ -7,9 +7,9 @@ from typing import Any
 from attrs import asdict
 from rich.table import Table
 
-from nsa_bench.ablate.run import JUDGED
+from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
-from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan, run_of
+from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan
 from nsa_bench.needle.run import read_cells, train_and_evaluate
 from nsa_bench.results import Output, facts_of
 from nsa_train.settings.config import listed
@@ -37,8 +37,11 @@ def run_needle(
     if minutes is not None and not minutes > 0:
         raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
     plan, root = load_plan(name, out, overrides)
-    chosen = _named(plan, arms)
-    output.check_files()
+    known = [arm.name for arm in plan.arms]
+    if unknown := [arm for arm in arms if arm not in known]:
+        raise OptionError(f"--arm={unknown[0]!r} is none of the arms of {plan.name!r}; use one of {listed(known)}")
+    chosen = [arm for arm in plan.arms if not arms or arm.name in arms]
+    output.check_files(png_file)
 
     def write() -> list[dict[str, Any]]:
         results = [arm_result(plan, arm, root) for arm in plan.arms]
@@ -53,13 +56,6 @@ def run_needle(
     return is_whole
 
 
-def _named(plan: NeedlePlan, arms: Sequence[str]) -> list[Arm]:
-    known = [arm.name for arm in plan.arms]
-    if unknown := [name for name in arms if name not in known]:
-        raise OptionError(f"--arm={unknown[0]!r} is none of the arms of {plan.name!r}; use one of {listed(known)}")
-    return [arm for arm in plan.arms if not arms or arm.name in arms]
-
-
 def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
     """Return an arm's stages that are finished, its cells, and the seconds that each length took."""
     contents = list(read_cells(plan, arm, out))
@@ -72,18 +68,15 @@ def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
 
 
 def _stage(out: Path, stage: Any) -> dict[str, Any] | None:
-    run = run_of(out, stage)
-    if not run.metrics.is_file() or not (run.root / JUDGED).is_file():
+    folder = TrialFolder(out, stage)
+    if not folder.run.metrics.is_file() or not folder.judged.is_file():
         return None
-    metrics, buckets = load_json(run.metrics), load_json(run.root / JUDGED)["by_position"]
+    metrics, buckets = load_json(folder.run.metrics), load_json(folder.judged)["by_position"]
     targets = sum(bucket["targets"] for bucket in buckets)
-    *_, last = read_rows(run.validation)
+    *_, last = read_rows(folder.run.validation)
     return {
         "seq_len": stage.config.train.seq_len,
-        "steps": metrics["steps"],
-        "tokens": metrics["tokens"],
-        "parameters": metrics["parameters"],
-        "seconds": metrics["seconds"],
+        **{name: metrics[name] for name in ("steps", "tokens", "parameters", "seconds")},
         "val_loss": last["val_loss"],
         "right": sum(bucket["targets"] * bucket["right"] for bucket in buckets) / targets,
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.backends.base import Keys, Queries
-from nsa_core.varlen import sequence_ids
+from nsa_core.varlen import slots_in_batch
 
 
 def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
@@ -38,9 +38,8 @@ def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> A
     if queries.cu_seqlens is None or queries.start is None:
         return compute(queries, *others, **keywords)
     total, longest, num_sequences = queries.q.shape[1], queries.max_count, queries.start.shape[0]
-    ids = sequence_ids(queries.cu_seqlens, total)
-    # rows after the last sequence go to a separate slot
-    slots = ids * longest + torch.arange(total, device=ids.device) - queries.cu_seqlens.long()[ids]
+    # rows after the last sequence have slots of their own
+    slots = slots_in_batch(queries.cu_seqlens, total, longest)
 
     def spread(x: Tensor) -> Tensor:
         flat: Tensor = x.new_zeros(num_sequences * longest + total, *x.shape[2:]).index_copy(0, slots, x[0])

@@ -32,11 +32,14 @@ class Declared(NamedTuple):
     library: torch.library.Library
     schema: str
     functions: dict[str, Callable[..., Any]]
-    """The function of each dispatch key, and of "fake"; the latest declaration's."""
+    """The function of each dispatch key and each of `REGISTER`; the latest declaration's."""
 
 
 DECLARED: dict[str, Declared] = {}
 """Every declared op. Each is registered once: torch 2.11 crashes when an op is deregistered and registered again."""
+
+REGISTER: dict[str, Callable[..., Any]] = {"fake": torch.library.register_fake, "backward": torch.library.register_autograd}
+"""What torch registers apart from dispatch keys, and how."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
@@ -72,9 +75,9 @@ def attention_op(
 
     def returns(found: Any) -> Any:
         """Return what `forward` gave, in the order and the types of the schema."""
-        if is_choice or not saves:
-            return found if is_choice else tuple(found)
-        return *found[:2], [x for x in found[2:] if x is not None]
+        if is_choice:
+            return found
+        return (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
 
     def run_forward(*inputs: Any) -> Any:
         *flat, geometry, scale, needs_grad = inputs
@@ -150,18 +153,16 @@ def declare_op(
 
 
 def _implement(name: str, key: str, function: Callable[..., Any]) -> None:
-    """Let torch call `function` for the declared op `name` at dispatch key `key`, or as its fake where `key` is "fake"."""
+    """Let torch call `function` for the declared op `name` at `key`: a dispatch key, or one of `REGISTER`."""
     library, _, functions = DECLARED[name]
     is_new, functions[key] = key not in functions, function
 
     def current(*inputs: Any) -> Any:
         return functions[key](*inputs)
 
-    if not is_new:
-        return
-    if key == "fake":
-        torch.library.register_fake(name, current, lib=library)
-    else:
+    if is_new and key in REGISTER:
+        REGISTER[key](name, current, lib=library)
+    elif is_new:
         library.impl(name.partition("::")[2], current, key)
 
 
@@ -188,10 +189,7 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
     def refuse(*_: Any) -> Any:
         raise RuntimeError(f"{name}: its gradient was differentiated once more (the backward pass has no derivative); differentiate once")
 
-    backward_op = DECLARED[f"{name}_backward"]
-    if "refuse" not in backward_op.functions:
-        backward_op.functions["refuse"] = refuse
-        torch.library.register_autograd(f"{name}_backward", refuse, lib=backward_op.library)
+    _implement(f"{name}_backward", "backward", refuse)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

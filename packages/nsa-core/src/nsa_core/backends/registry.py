@@ -143,7 +143,7 @@ class BackendRegistry:
         Raises:
             BackendUnavailableError: if `backend` is unknown or incapable, or "auto" finds none; with all reasons.
         """
-        return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
+        return self.backends[self._choice(request, backend, optional=False)[0]]
 
     @constant_when_traced
     def resolve_index(self, backend: str, optional: bool, **facts: Any) -> int:
@@ -153,41 +153,32 @@ class BackendRegistry:
         fields of a BranchRequest, the geometry as a tuple and the index of the device instead of what torch says of it. `optional`: -1
         where "auto" finds no eligible backend, instead of an error.
         """
-        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts.values())
-        # only the first such call builds and checks the request
-        return self._observed(backend, self._remembered(key, lambda: _request_of(**facts)))
+        return self.route((backend, *facts.values()), backend, optional, lambda: facts)
 
     def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
         """Return `resolve_index` of `facts()`. Calls with equal keys share one choice: `facts` is called for the first of them, observers for all.
 
         A key holds `backend` and all that `facts` reads, except torch's deterministic flag, which is added here. `register` forgets all choices.
         """
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        key = is_deterministic, optional, key
+        key = torch.are_deterministic_algorithms_enabled(), optional, key
         found = self._routes.get(key)
         if found is None:
-            made = facts()
-            found = self._remembered((backend, optional, is_deterministic, *made.values()), lambda: _request_of(**made))
-            if len(self._routes) >= MAX_ROUTES:
-                self._routes.clear()
-            self._routes[key] = found
-        return self._observed(backend, found)
-
-    def _observed(self, backend: str, found: tuple[int, BranchRequest]) -> int:
-        """Return the index of a choice, and call the observers."""
+            found = self._remember(key, self._choice(_request_of(**facts()), backend, optional))
         index, request = found
         for observer in self.observers:
             observer(backend, request, None if index < 0 else self.backends[index].name)
         return index
 
-    def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> tuple[int, BranchRequest]:
-        """Return the cached choice for `key`, which begins with the requested backend and whether it is optional."""
-        found = self._routes.get(key)
-        if found is None:
-            if len(self._routes) >= MAX_ROUTES:
-                self._routes.clear()
-            made = request()
-            found = self._routes[key] = self._choose(made, key[0], key[1]), made
+    def _choice(self, request: BranchRequest, backend: str, optional: bool) -> tuple[int, BranchRequest]:
+        """Return the index of the choice for `request`, and the request."""
+        key = backend, optional, request
+        return self._routes.get(key) or self._remember(key, (self._choose(request, backend, optional), request))
+
+    def _remember(self, key: tuple[Any, ...], found: tuple[int, BranchRequest]) -> tuple[int, BranchRequest]:
+        """Return `found`, which is from now on the choice for `key`."""
+        if len(self._routes) >= MAX_ROUTES:
+            self._routes.clear()
+        self._routes[key] = found
         return found
 
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:

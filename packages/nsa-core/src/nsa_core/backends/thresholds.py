@@ -15,6 +15,8 @@ DIRECTIONS = {"fwd": False, "fwd+bwd": True}
 """Names of directions in a table, and whether they need gradients."""
 GEOMETRY_SIZES = 5
 """Sizes in the text of a geometry: l/d/l'/n/w."""
+SIZES_READ = {Operation.CMP: slice(2), Operation.WIN: slice(4, 5)}
+"""The sizes of a geometry that an operation depends on; those that are not here depend on all."""
 
 
 def user_file() -> Path:
@@ -46,6 +48,8 @@ class MinLength:
 
     def is_of(self, request: BranchRequest) -> bool:
         """Return True if the call differs from the measured one only in length, batch and number of KV heads."""
+        *sizes, _, _, window_size = request.geometry.as_tuple()
+        read = SIZES_READ.get(self.operation, slice(None))
         return (
             self.operation is request.operation
             and self.compute_capability == request.compute_capability
@@ -53,13 +57,8 @@ class MinLength:
             and self.dtype == str(request.dtype).removeprefix("torch.")
             and self.group_size * request.num_kv_heads == request.num_heads
             and (self.head_dim_qk, self.head_dim_v) == (request.head_dim_qk, request.head_dim_v)
-            and self._sizes_of(self.geometry) == self._sizes_of(_geometry_of(request))
+            and self.geometry[read] == (*sizes, window_size)[read]
         )
-
-    def _sizes_of(self, geometry: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes that the operation depends on."""
-        parts = {Operation.CMP: geometry[:2], Operation.WIN: geometry[4:]}
-        return parts.get(self.operation, geometry)
 
 
 @frozen(kw_only=True)
@@ -73,12 +72,6 @@ class ThresholdTable:
     def of(self, request: BranchRequest, backend: str) -> tuple[MinLength, ...]:
         """Return the entries of `backend` for calls like `request`, one for each backend that it was compared with."""
         return tuple(entry for entry in self.entries if entry.backend == backend and entry.is_of(request))
-
-
-@cache
-def table_of(path: Path) -> ThresholdTable:
-    """Return the table in `path` as it was when the process first asked."""
-    return read_table(path)
 
 
 def read_table(path: Path) -> ThresholdTable:
@@ -96,6 +89,10 @@ def read_table(path: Path) -> ThresholdTable:
         # text that is not UTF-8 or not JSON included
         why = f"is damaged or no table of thresholds ({error})"
     return ThresholdTable(problem=f"{path} {why}; remove it, and write it again by `nsa-bench thresholds --write`")
+
+
+table_of = cache(read_table)
+"""Returns the table in a path as it was when the process first asked."""
 
 
 def _entries_of(content: Any) -> tuple[MinLength, ...]:
@@ -127,17 +124,6 @@ def _entry_of(row: dict[str, Any]) -> MinLength:
         against=_text(row["against"]),
         min_length=None if least is None else _positive(least),
         max_length=_positive(row["max_length"]),
-    )
-
-
-def _geometry_of(request: BranchRequest) -> tuple[int, ...]:
-    geometry = request.geometry
-    return (
-        geometry.compression_block_size,
-        geometry.compression_stride,
-        geometry.selection_block_size,
-        geometry.num_selected_blocks,
-        geometry.window_size,
     )
 
 

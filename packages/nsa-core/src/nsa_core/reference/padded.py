@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.backends.base import Keys, Queries
-from nsa_core.varlen import sequence_ids
+from nsa_core.varlen import slots_in_batch
 
 MAX_PADDING = 4
 """Packed sequences are padded to the longest if that makes at most this many times their rows."""
@@ -77,11 +77,5 @@ def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
         return PaddedBatch(SideBySide(num_sequences, longest, None), SideBySide(num_sequences, num_keys, None))
     if not can_read or rows * q.shape[2] * q.shape[3] * q.element_size() > PADDED_BYTES:
         return None
-    tokens = SideBySide(num_sequences, longest, _slots(queries.cu_seqlens, total, longest))
-    return PaddedBatch(tokens, SideBySide(num_sequences, num_keys, _slots(keys.cu_seqlens, int(keys.cu_seqlens[-1]), num_keys)))
-
-
-def _slots(offsets: Tensor, num_rows: int, length: int) -> Tensor:
-    """Return int64 `(num_rows,)`: the index among N * length of each packed row; the sequences begin at `offsets`."""
-    sequence = sequence_ids(offsets, num_rows)
-    return sequence * length + torch.arange(num_rows) - offsets.long()[sequence]
+    tokens = SideBySide(num_sequences, longest, slots_in_batch(queries.cu_seqlens, total, longest))
+    return PaddedBatch(tokens, SideBySide(num_sequences, num_keys, slots_in_batch(keys.cu_seqlens, int(keys.cu_seqlens[-1]), num_keys)))

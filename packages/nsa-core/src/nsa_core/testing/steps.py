@@ -19,6 +19,7 @@ from nsa_core.attention import append_rows
 from nsa_core.backends.base import BranchBackend, BranchRequest, FusedOutput, Keys, Layout, NewBlocks, NewRows, Operation, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.config import BlockGeometry, RopeScaling
+from nsa_core.dispatch import make_call
 from nsa_core.gating import gated_sum
 from nsa_core.reference.choose import choose
 from nsa_core.reference.sdpa import SDPABackend
@@ -110,11 +111,12 @@ def _append_steps(
     """Return the differences of the stores after the first wrong step."""
     conversation, geometry = _Conversation(request, kind, device), request.geometry
     start = torch.zeros(2, dtype=torch.int32, device=device)
+    call = make_call(start, geometry, backend={"append": backend.name}, registry=registry)
     for counts in _steps(geometry):
         count = torch.tensor(counts, dtype=torch.int32, device=device)
         for names in conversation.calls:
             rows, emitted = conversation.operands(names, start, max(counts))
-            append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
+            append_rows(rows, emitted, start, count, call)
             for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
                 conversation.expect(names, b, first, first + more)
             if problems := conversation.differences(f"after {' and '.join(names)} of tokens {start.tolist()} + {list(counts)}"):

@@ -5,9 +5,9 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from nsa_core import BackendRegistry, BranchOutput, BranchRequest, Capability, Operation, Reason
+from nsa_core import BackendRegistry, BlockGeometry, BranchOutput, BranchRequest, Capability, Keys, Operation, Queries, Reason
 from nsa_core.backends.registry import AUTO
-from nsa_core.dispatch import facts_of
+from nsa_core.dispatch import make_call, run
 from nsa_kernels_cuda.flash_attention.minimum import UNMEASURED, Files, beats_triton, reasons_by_length, threshold_files
 from nsa_kernels_cuda.flash_attention.op import op_of
 from nsa_kernels_cuda.flash_attention.providers import FLASH_2, PROVIDERS, Provider
@@ -90,10 +90,10 @@ class FirstProviderBackend:
         serving = self._serving(request)
         return () if serving is None else (f"by {serving}",)
 
-    def __call__(self, *operands: Any, geometry: Any, scale: float) -> Any:
-        """Compute the operation on the operands of `nsa_core.backends.base.AttentionBackend`."""
-        index = self.providers.resolve_index(AUTO, False, **facts_of(self.operation, operands, geometry))
-        return self.providers.backends[index](*operands, geometry=geometry, scale=scale)
+    def __call__(self, queries: Queries, keys: Keys, /, *, geometry: BlockGeometry, scale: float) -> BranchOutput:
+        """Compute the operation; see `nsa_core.backends.base.AttentionBackend`."""
+        result: BranchOutput = run(self.operation, make_call(queries.q, geometry, scale, AUTO, self.providers), queries, keys)
+        return result
 
     def _serving(self, request: BranchRequest) -> str | None:
         """Return the name of the backend that serves `request`; a call does not know whether its lse is differentiated, so that is ignored."""
