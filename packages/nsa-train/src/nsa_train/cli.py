@@ -80,7 +80,7 @@ def run(
     resume: Annotated[
         str | None,
         Parameter(
-            help="Go on with the run in --out: from the checkpoint of this step; without a step, from the newest whole one; "
+            help="Continue the run in --out: from the checkpoint of this step; without a step, from the newest complete one; "
             "auto: the same where a run is there, else start one."
         ),
     ] = None,
@@ -132,7 +132,7 @@ def resume(
     dry_run: DryRun = False,
     meeting: Meeting = ALONE,
 ) -> int | Answer:
-    """Continue the run in DIR from its newest whole checkpoint, with its config.toml."""
+    """Continue the run in DIR from its newest complete checkpoint, with its config.toml."""
     check_path("DIR", directory)
     paths = RunDirectory(directory)
     if not (paths.config.is_file() and paths.checkpoints.is_dir()):
@@ -155,7 +155,7 @@ def preflight(
     out: Annotated[Path | None, Parameter(help="The directory that the run would write to.")] = None,
     set_: Overrides = None,
     machine: Annotated[str | None, Parameter(help="Check for another machine: cpu, a100, h100, h200, ...")] = None,
-    nnodes: Annotated[str | None, Parameter(help="Number of such hosts, or LEAST:MOST; by default from WORLD_SIZE, or 1.")] = None,
+    nnodes: Annotated[str | None, Parameter(help="Number of such hosts, or MIN:MAX; by default from WORLD_SIZE, or 1.")] = None,
     json_: AsJSON = False,
 ) -> Answer:
     """Check every rule that a run of RECIPE must meet, without running it."""
@@ -244,7 +244,7 @@ def watch(
     *,
     halt: Annotated[bool, Parameter(help="If something is wrong, write .HALT: all ranks save and stop.")] = False,
     once: Annotated[bool, Parameter(help="Look once; repeat only while the clocks do not show whether a rank is alive.")] = False,
-    interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
+    interval: Annotated[float, Parameter(help="Seconds between two checks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
     """Follow the heartbeats of the run in DIR until it ends (exit 0; after an error: 1) or something is wrong (exit 4)."""

@@ -52,7 +52,7 @@ def test_a_latest_that_names_no_checkpoint_is_told(root: Path, capsys: pytest.Ca
         assert run_command(["ckpt", verb, str(place)]) == 0
         assert (
             capsys.readouterr().err
-            == f"nsa-train: {root / 'latest'} names step-9, which is not there; a resume takes the newest whole one\n"
+            == f"nsa-train: {root / 'latest'} names step-9, which is not there; a resume takes the newest complete one\n"
         )
 
 

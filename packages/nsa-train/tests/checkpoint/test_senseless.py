@@ -81,7 +81,7 @@ def refusal(root: Path) -> Callable[..., str]:
         assert point.step == 1, content
         [line] = point.refused
         assert line.startswith(f"{path} "), line
-        assert line.endswith("take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"), line
+        assert line.endswith("take another step-* of this run (`nsa-train ckpt verify` names the complete ones)"), line
         assert len(line) < 2000
         assert "\n" not in line
         return line

@@ -80,5 +80,5 @@ def test_the_buckets_double_up_to_the_row() -> None:
 def test_bucketing_asks_for_a_corpus_in_memory(corpora, data_config: Callable[..., RunConfig]) -> None:
     with pytest.raises(DataError, match=r"data\.packing=false needs the corpus in memory .*data\.in_memory_mib=1$"):
         open_dataset(data_config(*corpora.walks["buckets"], "data.in_memory_mib=0"))
-    with pytest.raises(ConfigError, match=r"data\.packing=false cannot be had with data\.source='mix'"):
+    with pytest.raises(ConfigError, match=r"data\.packing=false does not work with data\.source='mix'"):
         data_config(*corpora.walks["blocks of a mix"], "data.packing=false")

@@ -302,8 +302,8 @@ def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nnodes": "abc", "rdzv_endpoint": "a:29400"}, r"--nnodes='abc' is neither a number of hosts nor LEAST:MOST"),
-        ({"nnodes": "2:1", "rdzv_endpoint": "a:29400"}, r"--nnodes='2:1' is neither a number of hosts nor LEAST:MOST"),
+        ({"nnodes": "abc", "rdzv_endpoint": "a:29400"}, r"--nnodes='abc' is neither a number of hosts nor MIN:MAX"),
+        ({"nnodes": "2:1", "rdzv_endpoint": "a:29400"}, r"--nnodes='2:1' is neither a number of hosts nor MIN:MAX"),
         ({"nnodes": "2", "rdzv_endpoint": "a"}, r"--rdzv-endpoint='a' is not HOST:PORT .*; use HOST:29400"),
         ({"nnodes": "2", "rdzv_endpoint": "a:65536"}, r"--rdzv-endpoint='a:65536' is not HOST:PORT \(a port from 0 to 65,535\)"),
         ({"max_restarts": 10**30}, r"--max-restarts=1000000000000000000000000000000 is not an integer from 0 to 1,000; use 3"),

@@ -58,7 +58,7 @@ from nsa_train.settings.recipe import load_config, to_toml
             {"source": "needle", "needle_symbols": 86},
             "data.needle_symbols=86 needs 258 ids (data.tokenizer='byte' has 256); use 85 or less",
         ),
-        ({"source": "synthetic", "packing": False}, "data.packing=false cannot be had with data.source='synthetic'"),
+        ({"source": "synthetic", "packing": False}, "data.packing=false does not work with data.source='synthetic'"),
         ({"source": "stdlib", "on_bad_record": "ignore"}, "data.on_bad_record='ignore' is not one of 'fail', 'skip'"),
         ({"source": "stdlib", "workers": -1}, "data.workers=-1 is not an integer from 0 to 256; use 2"),
         ({"source": "stdlib", "prefetch": 0}, "data.prefetch=0 is not an integer from 1 to 1,024; use 4"),

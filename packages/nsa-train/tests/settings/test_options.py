@@ -52,7 +52,7 @@ def test_a_resume_names_a_step_or_auto() -> None:
         with pytest.raises(ConfigError) as caught:
             resume_step(text)
         assert str(caught.value) == (
-            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest whole checkpoint, --resume 4000 for that of a "
+            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest complete checkpoint, --resume 4000 for that of a "
             "step, or --resume auto to start where there is no run yet"
         )
 

@@ -91,7 +91,7 @@ def lost_latest(path: Path) -> str:
     latest = latest_folder(root)
     if latest is None or latest.is_dir():
         return ""
-    return f"{root / LATEST} names {latest.name}, which is not there; a resume takes the newest whole one"
+    return f"{root / LATEST} names {latest.name}, which is not there; a resume takes the newest complete one"
 
 
 def export(

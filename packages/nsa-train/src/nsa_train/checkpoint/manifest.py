@@ -19,7 +19,7 @@ from nsa_train.settings.structuring import listed_problems, short
 
 MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
 """Maximum size in bytes of the files that are read into memory; a run writes no larger file."""
-OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
+OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the complete ones)"
 
 
 def write_manifest(folder: Path, step: int) -> None:

@@ -36,7 +36,7 @@ Judge = Callable[[Checkpoint], None]
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the verified checkpoint at `path`: a step-N directory, a `latest` link, or a run's directory.
 
-    If a run's `latest`, or the checkpoint that it names, is missing, the newest whole checkpoint is used, as for a resume; `refused` then says so.
+    If a run's `latest`, or the checkpoint that it names, is missing, the newest complete checkpoint is used, as for a resume; `refused` then says so.
 
     Raises:
         ConfigError: if there is none.
@@ -67,7 +67,7 @@ def _opened(folder: Path) -> Checkpoint:
 
 
 def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:
-    """Return the checkpoint to resume from: the one that `root`/latest names, or if that is damaged the newest whole one before it.
+    """Return the checkpoint to resume from: the one that `root`/latest names, or if that is damaged the newest complete one before it.
 
     Checkpoints of later steps than `latest` (of a branch that a resume left) come last. A checkpoint that
     `judge` refuses with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.

@@ -43,9 +43,9 @@ class Meeting:
     """Options of a command: the number of processes of a run, and their rendezvous. The default is this host only."""
 
     nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None
-    nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None
-    rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = ""
-    rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = RDZV_ID
+    nnodes: Annotated[str | None, Parameter(help="Hosts, or MIN:MAX; start the same command on each. Default: 1.")] = None
+    rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT of the rendezvous.")] = ""
+    rdzv_id: Annotated[str, Parameter(help="Rendezvous id, equal on all hosts.")] = RDZV_ID
     max_restarts: Annotated[int, Parameter(help="How often to restart the processes, from the newest checkpoint.")] = 0
 
     @property
@@ -62,9 +62,7 @@ class Meeting:
         least, _, most = self.hosts.partition(":")
         bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]
         if len(bounds) < 2 or not 1 <= bounds[0] <= bounds[1] <= MOST_HOSTS:
-            raise ConfigError(
-                f"--nnodes={self.hosts!r} is neither a number of hosts nor LEAST:MOST (from 1 to {MOST_HOSTS:,}); use 2, or 2:4"
-            )
+            raise ConfigError(f"--nnodes={self.hosts!r} is neither a number of hosts nor MIN:MAX (from 1 to {MOST_HOSTS:,}); use 2, or 2:4")
         return range(bounds[0], bounds[1] + 1)
 
     def check(self) -> None:
@@ -80,7 +78,7 @@ class Meeting:
             problems.append(str(error))
         host, _, port = self.rdzv_endpoint.rpartition(":")
         if self.hosts != "1" and not self.rdzv_endpoint:
-            problems.append(f"--nnodes={self.hosts} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+            problems.append(f"--nnodes={self.hosts} needs a rendezvous; use --rdzv-endpoint HOST:29400, equal on each")
         elif self.rdzv_endpoint and not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
             problems.append(f"--rdzv-endpoint={self.rdzv_endpoint!r} is not HOST:PORT (a port from 0 to 65,535); use HOST:29400")
         if not 0 <= self.max_restarts <= MOST_RESTARTS:

@@ -51,7 +51,7 @@ def _described(dataset: Dataset) -> list[str]:
 def _warnings(dataset: Dataset) -> list[str]:
     found = []
     if dataset.is_synthetic:
-        found.append("data: synthetic ids; the loss stays at ln V, the figures are good for throughput alone")
+        found.append("data: synthetic ids; the loss stays at ln V; only throughput can be measured")
     if dataset.bad_records:
         found.append(f"data: {dataset.bad_records} bad records are skipped; the first: {dataset.first_bad}")
     if dropped := dataset.reading.describe_dropped():

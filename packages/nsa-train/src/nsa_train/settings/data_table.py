@@ -160,7 +160,7 @@ class DataTable(Table):
             )
         if not self.packing and self.source in ("fineweb_edu", "mix", *IDS):
             found.append(
-                f"data.packing=false cannot be had with data.source={self.source!r} (lengths are known of one corpus in memory alone); "
+                f"data.packing=false does not work with data.source={self.source!r} (lengths are known of one corpus in memory alone); "
                 "use --set data.packing=true"
             )
         return found

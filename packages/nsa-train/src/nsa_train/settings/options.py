@@ -15,7 +15,7 @@ MOST_SAMPLED = 100_000
 COLDEST, HOTTEST = 1e-3, 1e3
 """Bounds of temperatures other than 0; beyond them the draw is the most likely token, or uniform."""
 NEWEST, AUTO = -1, -2
-"""Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same if there is a run, else a new run."""
+"""Values of the step to resume from. NEWEST: the newest complete checkpoint. AUTO: the same if there is a run, else a new run."""
 STANDARD_INPUT = "-"
 LONGEST_BELOW = 128
 """Bytes of the longest path below a run's directory, rounded up."""
@@ -31,7 +31,7 @@ def resume_step(text: str) -> int:
         return AUTO if text else NEWEST
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigError(
-            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest whole checkpoint, --resume 4000 for that of "
+            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest complete checkpoint, --resume 4000 for that of "
             "a step, or --resume auto to start where there is no run yet"
         )
     return int(text)
