@@ -1,12 +1,13 @@
 """Means over seeds, their standard errors, and differences seed by seed."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant
-from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, summarize, to_json, to_rows
+from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, draw, summarize, to_json, to_rows
 from nsa_train.settings.recipe import load_config
 
 CONFIG = load_config("demo")
@@ -26,9 +27,10 @@ def result_of(variant: Variant, seed: int, loss: float, **fields: Any) -> TrialR
         "right": 0.5,
         "toks_per_s": 10.0,
         "curve": [(10, loss)],
+        "by_position": [],
         "ran_on": {},
     }
-    return TrialResult(variant=variant, seed=seed, val_loss=loss, by_position=[], **(known | fields))
+    return TrialResult(variant=variant, seed=seed, val_loss=loss, **(known | fields))
 
 
 def test_a_mean_has_the_standard_error_of_its_seeds() -> None:
@@ -78,3 +80,27 @@ def test_a_plan_without_a_baseline_compares_nothing() -> None:
     results = [result_of(Variant("a"), 0, 1.0), result_of(Variant("b"), 0, 2.0)]
     assert [summary.difference for summary in summarize(plan, results)] == [None, None]
     assert not [column for column in ablation_table(plan, results).columns if "against" in str(column.header)]
+
+
+@pytest.mark.parametrize(("baseline", "drawn"), [("dense", [[0.0, 0.0], [0.5, -0.25]]), (None, [[4.0, 3.0], [7 / 3, 7 / 4]])])
+def test_losses_by_position_are_drawn_as_differences_to_the_baseline_of_the_same_seed(
+    baseline: str | None, drawn: list[list[float]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backend = pytest.importorskip("matplotlib.backends.backend_agg")
+    figures: list[Any] = []
+    monkeypatch.setattr(backend.FigureCanvasAgg, "print_png", lambda canvas, path: figures.append(canvas.figure))
+    dense, nsa = Variant("dense"), Variant("nsa")
+    # seed 2 of NSA has no dense twin
+    losses = {(dense, 0): (2.0, 1.0), (dense, 1): (6.0, 5.0), (nsa, 0): (1.0, 0.75), (nsa, 1): (8.0, 4.75), (nsa, 2): (-2.0, -0.25)}
+    results = [
+        result_of(
+            variant, seed, sum(both), by_position=[{"first": 2 * index, "last": 2 * index, "loss": loss} for index, loss in enumerate(both)]
+        )
+        for (variant, seed), both in losses.items()
+    ]
+    draw(plan_of(dense, nsa, baseline=baseline), results, tmp_path / "a.png")
+    by_tokens, by_position = figures[0].axes
+    assert [list(line.get_ydata()) for line in by_position.lines] == [pytest.approx(one) for one in drawn]
+    assert [list(line.get_xdata()) for line in by_position.lines] == [[1.0, 3.0]] * 2
+    assert [line.get_label() for line in by_tokens.lines] == ["dense", "nsa"]
+    assert ("difference to dense" in by_position.get_title()) == (baseline == "dense")

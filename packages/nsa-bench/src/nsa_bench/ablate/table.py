@@ -22,6 +22,8 @@ AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
 DAMAGED = (OSError, ArithmeticError, LookupError, TypeError, ValueError)
 """What reading figures raises where a file lacks some of them or holds something else."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
+LINES = ("-", "--", ":", "-.")
+NAMES_IN_A_ROW = 4
 
 
 def run_ablation(
@@ -307,26 +309,46 @@ def _shown(mean: Mean | None, form: str, *, with_error: bool = True) -> str:
 
 
 def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
-    """Draw the held-out loss by tokens, and at the end by position, of each arm at its best point of the grid."""
+    """Draw the held-out loss by tokens, and at the end by position, of each arm at its best point of the grid.
+
+    By position: the mean difference to the baseline of the same seeds if there is one, else the loss.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [summary.variant for summary in summarize(plan, results) if summary.is_best]
-    figure = Figure(figsize=(12, 4.5), dpi=110, layout="constrained")
+    rows_of_names = math.ceil(len(shown) / NAMES_IN_A_ROW)
+    figure = Figure(figsize=(12, 4.5 + 0.25 * rows_of_names), dpi=110, layout="constrained")
     by_tokens, by_position = figure.subplots(1, 2)
+    baseline = {one.seed: one for one in results if one.variant in shown and one.variant.arm == plan.baseline}
     for index, variant in enumerate(shown):
         found = [result for result in results if result.variant == variant]
-        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": str(variant), "lw": 1.3}
+        turn, colour = divmod(index, len(COLOURS))
+        style: dict[str, Any] = {"color": COLOURS[colour], "ls": LINES[turn % len(LINES)], "lw": 1.3}
         per_step = found[0].tokens / found[0].steps
-        _draw_band(by_tokens, [{step * per_step: loss for step, loss in result.curve} for result in found], style)
-        # at the middle of each bucket
-        middles = [{(bucket["first"] + bucket["last"]) / 2 + 1: bucket["loss"] for bucket in result.by_position} for result in found]
-        _draw_band(by_position, middles, style)
+        # without the loss before training, which would flatten all that follows
+        _draw_band(
+            by_tokens,
+            [{step * per_step: loss for step, loss in result.curve if step} for result in found],
+            {**style, "label": str(variant)},
+        )
+        curves = [_at_middles(result) for result in found]
+        if baseline:
+            pairs = [(curve, _at_middles(baseline[one.seed])) for one, curve in zip(found, curves, strict=True) if one.seed in baseline]
+            curves = [{middle: loss - theirs[middle] for middle, loss in curve.items() if middle in theirs} for curve, theirs in pairs]
+        if curves:
+            _draw_band(by_position, curves, style)
     by_tokens.set(xlabel="tokens", ylabel="nats per token, held out", title=plan.name)
-    by_position.set(xlabel="position in the sequence", ylabel="nats per token, held out", title="at the end, by position", xscale="log")
-    by_tokens.legend(frameon=False)
+    title = f"at the end, by position: difference to {plan.baseline}" if baseline else "at the end, by position"
+    by_position.set(xlabel="position in the sequence", ylabel="nats per token, held out", title=title, xscale="log")
+    figure.legend(frameon=False, loc="outside lower center", ncols=NAMES_IN_A_ROW)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.print_png(path)
+
+
+def _at_middles(result: TrialResult) -> dict[float, float]:
+    """Return the final loss by position, at the middle of each bucket."""
+    return {(bucket["first"] + bucket["last"]) / 2 + 1: bucket["loss"] for bucket in result.by_position}
 
 
 def _draw_band(axis: Any, curves: Sequence[dict[float, float]], style: dict[str, Any]) -> None:
