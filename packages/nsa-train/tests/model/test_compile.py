@@ -23,9 +23,13 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch 2.13 imports its own deprecated parts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # and looks at what it warns of
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_blocks_compile_whole_and_give_equal_gradients(tiny_config, attention: str, recompute: str) -> None:
-    config = tiny_config(f"model.attention={attention}", f"train.activation_checkpointing={recompute}", "train.loss_chunk=16")
+@pytest.mark.parametrize(
+    "sets",
+    [["model.attention=nsa"], ["nsa.compressor=mean", "nsa.kv=shared"], ["model.attention=dense"]],
+    ids=["nsa", "one K and V", "dense"],
+)
+def test_blocks_compile_whole_and_give_equal_gradients(tiny_config, sets: list[str], recompute: str) -> None:
+    config = tiny_config(*sets, f"train.activation_checkpointing={recompute}", "train.loss_chunk=16")
     eager, compiled = build_model(config), build_model(config)
     compiled.load_state_dict(eager.state_dict())
     compiled.compile_parts(backend="aot_eager", fullgraph=True)

@@ -33,7 +33,7 @@ def test_all_that_a_run_would_need_is_said_at_once(tmp_path: Path, capsys: pytes
     assert list(needs) == ["device:", "disk:", "data:", "tokenizer:", "packages:"]
     for name, *parts in (
         ("device:", "1 CUDA GPU(s) of compute capability 8.0", " GiB each, by estimate", "there is none here"),
-        ("disk:", "5.38 GiB for 4 checkpoints", " GiB free"),
+        ("disk:", "5.03 GiB for 4 checkpoints", " GiB free"),
         ("data:", "HuggingFaceFW/fineweb-edu, sample-10BT, streamed from https://huggingface.co"),
         ("tokenizer:", "gpt2, from tiktoken's cache or download"),
         ("packages:", "tiktoken (installed), datasets (installed), huggingface_hub (installed)"),

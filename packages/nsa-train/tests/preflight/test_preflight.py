@@ -439,7 +439,7 @@ def test_a_run_that_may_not_fit_in_memory_is_warned_of_with_a_mend(tmp_path: Pat
     assert found(0.89) == ([], [])
     failed, [warning] = found(0.91)
     assert failed == []
-    assert "may not fit in the 46.1 GiB free here; use --set train.loss_chunk=4096" in warning
+    assert "may not fit in the 44.3 GiB free here; use --set train.loss_chunk=4096" in warning
     [failure], warned = found(1.01)
     assert "does not fit in" in failure
     assert warned == []
