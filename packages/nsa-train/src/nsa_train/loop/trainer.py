@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,6 +50,23 @@ from nsa_train.telemetry.records import Cause
 
 FAILED = -1
 """Value instead of a `Stop` by which a rank reports to the others that its data are not available."""
+
+
+class _Agreement(NamedTuple):
+    """A rank's row before a step: whether it continues, and its micro-batches."""
+
+    said: int
+    """A `Stop`, or FAILED."""
+    targets: int
+    tokens: int
+    longest: int
+
+
+class _Evaluated(NamedTuple):
+    """A rank's row of an evaluation, summed over its batches."""
+
+    loss: float
+    targets: int
 
 
 class Trainer:
@@ -169,7 +186,7 @@ class Trainer:
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(step, fetched, targets, observed)
-        everyone = [StepNumbers(*row) for row in self.world.gather(found)]
+        everyone = self.world.exchange(found)
         loss = sum(row.loss for row in everyone) / max(targets, 1)
         skip = self.guard.judge(loss, everyone)
         if skip is not None:
@@ -216,18 +233,19 @@ class Trainer:
                 failure = error
         said = FAILED if failure else int(self.stops.heard(look=self.world.is_main))
         mine = (fetched.num_targets, fetched.num_tokens, fetched.longest) if fetched else (0, 0, 0)
-        requests, targets, tokens, longest = zip(*self.world.gather((said, *mine)), strict=True)
+        everyone = self.world.exchange(_Agreement(said, *mine))
         if failure is not None:
             raise failure
-        if FAILED in requests:
-            raise PeerError(f"step {step}: the data of rank {requests.index(FAILED)} could not be had; its own message says why")
-        stop = Stop(max(requests))
+        failed = [rank for rank, row in enumerate(everyone) if row.said == FAILED]
+        if failed:
+            raise PeerError(f"step {step}: the data of rank {failed[0]} are not available; its own message says why")
+        stop = Stop(max(row.said for row in everyone))
         if stop is not Stop.NO:
             self._stop(step - 1, stop)
         assert fetched is not None
         self.feed.accept()
         self.recent_fetches.append(1e3 * fetched.seconds)
-        return fetched, sum(targets), sum(tokens), max(longest)
+        return fetched, sum(row.targets for row in everyone), sum(row.tokens for row in everyone), max(row.longest for row in everyone)
 
     def _stop(self, step: int, stop: Stop) -> NoReturn:
         """Save after `step` and end the run."""
@@ -342,8 +360,8 @@ class Trainer:
                 loss = float(self._summed_loss(self.model, batch.to(self.device)))
                 if index < len(batches):
                     summed, targets = summed + loss, targets + batch.num_targets
-        losses, counts = zip(*self.world.gather((summed, targets)), strict=True)
-        mean = sum(losses) / sum(counts)
+        everyone = self.world.exchange(_Evaluated(summed, targets))
+        mean = sum(row.loss for row in everyone) / sum(row.targets for row in everyone)
         self.patience.observe(mean)
         self.recorder.validated(step, mean)
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")

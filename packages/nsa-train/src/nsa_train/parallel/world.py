@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
 """Parts of gloo's and NCCL's messages if a connection is lost or times out."""
 T = TypeVar("T")
+R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
 """The longest wait of ranks for one of them, in an exchange or a reduction."""
 
@@ -64,7 +65,7 @@ class World:
     """This process and its peers, with their only way to exchange data. The default has no peers.
 
     Ranks exchange only JSON, as uint8 tensors on the CPU, and weights: lint bans torch's object collectives, which unpickle the data that
-    they receive. A tuple is returned as a list.
+    they receive. A tuple is returned as a list, except by `exchange`.
     """
 
     device: torch.device
@@ -86,6 +87,10 @@ class World:
         """Return the `item` of every rank, by rank; items are plain values for JSON. A collective: all ranks call it."""
         payload = json.dumps(item).encode()
         return [json.loads(part) for part in (_gathered(payload) if self.world_size > 1 else [payload])]
+
+    def exchange(self, row: R) -> list[R]:
+        """Return the `row` of every rank, by rank: a NamedTuple of plain values for JSON. A collective."""
+        return [type(row)(*found) for found in self.gather(row)]
 
     def from_main(self, item: Any = None) -> Any:
         """Return the main rank's `item`, plain values for JSON, on every rank. A collective."""
