@@ -203,3 +203,4 @@ def test_pickled_weights_of_another_family_are_refused(tmp_path, tasks, capsys):
     assert main([str(tmp_path), "--tasks", str(tasks), "--limit", "1"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be loaded (" in line
+    assert "safetensors" in line

@@ -175,7 +175,9 @@ def ablate(
         Parameter(negative="", help="JSON file of an earlier call, also from another machine; its trials count as finished. Repeatable."),
     ] = None,
     files: ResultFiles = NO_FILES,
-    png_file: Annotated[Path | None, Parameter(name="--png", help="Draw the loss by tokens and by position to this file.")] = None,
+    png_file: Annotated[
+        Path | None, Parameter(name="--png", help="Draw the loss by tokens, and by position the difference to the baseline, to this file.")
+    ] = None,
     commit: Commit = None,
 ) -> int:
     """Train a grid of settings and seeds and compare their held-out losses; exit 1 if trials failed or are unfinished."""

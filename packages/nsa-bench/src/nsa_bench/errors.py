@@ -32,7 +32,7 @@ class TrainerError(BenchError):
 
 @contextmanager
 def trainer_for(command: str) -> Iterator[None]:
-    """Allow the command `command` to use nsa-train in the block.
+    """Let a command use nsa-train in the block; `command` is its name in messages.
 
     Raises:
         OptionError: if nsa-train is not installed.
@@ -49,7 +49,7 @@ def trainer_for(command: str) -> Iterator[None]:
 
 
 def require_transformers(command: str) -> None:
-    """Check that the command `command` can use nsa-transformers.
+    """Check that a command can use nsa-transformers; `command` is its name in messages.
 
     Raises:
         OptionError: if it is not installed.

@@ -105,8 +105,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, to_json(content))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, whose earlier content stays until all of it is written. A pipe or device is written directly."""
+def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write `text` to `path`, whose earlier content stays until all of it is written. A pipe or device is written directly.
+
+    `mode`: the permissions of a file; by default those of a new file.
+    """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", newline="")
         return
@@ -115,6 +118,8 @@ def write_whole(path: Path, text: str) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8", newline="")
+        if mode is not None:
+            aside.chmod(mode)
         aside.replace(target)
     except PermissionError:
         # the folder takes no new files

@@ -261,9 +261,8 @@ def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any
     content = {
         "format": FORMAT, "schema": SCHEMA, "margins": MARGINS, "rows": [row for row in kept if identity_of(row) not in again] + rows
     }  # fmt: skip
-    write_whole(path, to_json(content))
     # others may route by the table
-    path.chmod(0o644)
+    write_whole(path, to_json(content), mode=0o644)
 
 
 def identity_of(row: dict[str, Any]) -> tuple[Any, ...]:

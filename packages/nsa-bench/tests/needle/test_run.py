@@ -120,7 +120,16 @@ def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path)
     assert [list(column.cells) for column in table.columns] == [["nsa", "dense"], ["trained"] * 2, ["100.0"] * 2, ["50.0", "50.0 (0)"]]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"length": 64, "settings": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"length": 64, "settings": {}}',
+        '{"length": 64, "settings": {}, "seconds": 1, "cells": 3}',
+        '{"length": 64, "settings": {}, "seconds": 1, "cells": [{"mode": "trained"}]}',
+    ],
+)
 def test_a_damaged_file_of_cells_is_named(plan_file: Path, content: str) -> None:
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     arm = plan.arms[0]
@@ -129,3 +138,20 @@ def test_a_damaged_file_of_cells_is_named(plan_file: Path, content: str) -> None
     path.write_text(content)
     with pytest.raises(BenchError, match=r"cells/64.json is damaged \(.*\); delete it, and the length is evaluated again"):
         list(read_cells(plan, arm, out))
+
+
+@pytest.mark.parametrize("metrics", ["{}", "[]", "damaged"])
+def test_a_damaged_record_of_a_finished_stage_is_refused_before_anything_is_trained(
+    plan_file: Path, metrics: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    folder = TrialFolder(out, plan.arms[0].stages[0])
+    folder.run.root.mkdir(parents=True)
+    folder.run.metrics.write_text(metrics)
+    folder.judged.write_text('{"by_position": []}')
+    assert run_command(["needle", str(plan_file), "--out", str(out)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the finished stage {folder.run.root.name!r} has a damaged record (" in said
+    assert "the stage runs again" in said
+    assert "started" not in said
+    assert list(out.rglob("config.toml")) == []

@@ -11,6 +11,7 @@ from nsa_core.__about__ import __version__
 if TYPE_CHECKING:
     from nsa_core.attention import (
         attend,
+        compress_mean,
         compressed_attention,
         nsa_attention,
         select_blocks,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     )
     from nsa_core.backends.ops import attention_op
     from nsa_core.backends.registry import BackendRegistry, RoutingDecision
-    from nsa_core.compression import compress_mean
     from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
     from nsa_core.dispatch import explain_routing
     from nsa_core.errors import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "attention": (
-        *("attend", "compressed_attention", "nsa_attention"),
+        *("attend", "compress_mean", "compressed_attention", "nsa_attention"),
         *("select_blocks", "selected_attention", "sliding_window_attention"),
     ),
     "backends.base": (
@@ -60,7 +60,6 @@ _HOMES = {
     ),
     "backends.ops": ("attention_op",),
     "backends.registry": ("BackendRegistry", "RoutingDecision"),
-    "compression": ("compress_mean",),
     "config": ("BlockGeometry", "NSAConfig", "RopeScaling"),
     "dispatch": ("explain_routing",),
     "errors": ("BackendUnavailableError", "CacheOverflowError", "ConfigError", "DuplicateBackendError", "InputError", "NSAError"),

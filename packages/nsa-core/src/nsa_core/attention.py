@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from nsa_core import checks
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, NewRows, Operation, Queries
 from nsa_core.backends.registry import AUTO, BackendRegistry
+from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, run
 from nsa_core.errors import InputError
@@ -377,3 +378,19 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
         size = new.store.k.shape[1] * (1 if table is None else table.shape[1])
         if not new.store.ring and reach > size:
             raise InputError(f"the step reaches position {reach} of a store of {size} rows; give it a larger one")
+
+
+def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the mean of each compressed block's tokens `(B, C, G, D)` of k `(B, S, G, D)`: phi without parameters (Eq. 7).
+
+    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
+
+    Raises:
+        InputError: for a k of another rank, or cu_seqlens that do not bound its rows.
+    """
+    checks.check_rank("k", k, 4, "(B, S, G, D)")
+    checks.check_floating("k", k)
+    checks.check_geometry(geometry)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, k)
+    return block_windows(k, geometry, cu_seqlens).tokens.mean(2)

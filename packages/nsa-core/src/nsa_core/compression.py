@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa_core import blocks, checks
+from nsa_core import blocks
 from nsa_core.config import BlockGeometry, Compressor
 from nsa_core.varlen import cu_blocks_from_cu_seqlens, sequence_ids
 
@@ -46,22 +46,6 @@ def _packed_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor) -> B
     offsets = torch.arange(size, device=x.device)
     index = (cu_seqlens.long()[sequence] + starts).unsqueeze(1) + offsets
     return BlockWindows(x[:, index.clamp(max=max(total - 1, 0))], starts + size - 1)
-
-
-def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the mean of each compressed block's tokens `(B, C, G, D)` of k `(B, S, G, D)`: phi without parameters (Eq. 7).
-
-    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
-
-    Raises:
-        InputError: for a k of another rank, or cu_seqlens that do not bound its rows.
-    """
-    checks.check_rank("k", k, 4, "(B, S, G, D)")
-    checks.check_floating("k", k)
-    checks.check_geometry(geometry)
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, k)
-    return block_windows(k, geometry, cu_seqlens).tokens.mean(2)
 
 
 class MeanCompressor(nn.Module):

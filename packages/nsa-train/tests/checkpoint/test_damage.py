@@ -198,7 +198,7 @@ def test_the_manifest_is_json_with_schema_size_and_sha256(good_root: Path) -> No
 def test_when_every_checkpoint_is_damaged_the_resume_is_refused(root: Path) -> None:
     for step in (1, 2):
         (root / f"step-{step}/state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints in .* is whole") as caught:
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints in .* is complete") as caught:
         latest_valid(root)
     assert str(root / "step-2/state.json") in str(caught.value)
     assert str(caught.value).count("\n") <= 2

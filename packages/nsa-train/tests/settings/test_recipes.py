@@ -54,6 +54,14 @@ def test_showcase_is_small(tiny_text: Path) -> None:
     assert 256 <= config.train.seq_len <= 512
 
 
+@pytest.mark.parametrize("name", ["demo", "showcase", "125m", "350m-64k", "a100"])
+def test_recipes_for_long_rows_train_one_k_and_v_and_the_others_the_papers_layer(name: str, tiny_text: Path) -> None:
+    """Decision 0036."""
+    config = load_config(name, [f"data.path={tiny_text}"] if name == "showcase" else [])
+    is_long = config.train.seq_len >= 2048
+    assert (config.nsa.compressor, config.nsa.kv) == (("mean", "shared") if is_long else ("mlp", "separate"))
+
+
 @pytest.mark.parametrize("name", ["demo", "125m", "350m-64k", "a100"])
 def test_the_twins_differ_in_one_key(name: str) -> None:
     def tables(config: RunConfig) -> str:

@@ -46,6 +46,15 @@ def test_a_run_without_the_selected_branch_is_drawn_without_a_warning(recwarn: p
     assert [str(warning.message) for warning in recwarn] == []
 
 
+def test_the_least_healthy_entropy_is_in_the_picture_of_collapsed_gates() -> None:
+    gates = {"gate_entropy_mean": 0.02, "gate_entropy_min": 0.01, "gate_collapse_frac": 0.1}
+    figure = figure_of(History(STEPS, VALIDATION, [{"step": step, **gates} for step in (1, 2)]))
+    [axis] = [axis for axis in figure.axes if axis.get_title().startswith("Gate health")]
+    low, high = axis.get_ylim()
+    assert low == 0
+    assert high > 0.5
+
+
 def test_synthetic_data_stand_in_the_title() -> None:
     title = figure_of(History({**STEPS, "data_synthetic": [1, 1]}, {}, [])).get_suptitle()
     assert title.startswith("synthetic data")

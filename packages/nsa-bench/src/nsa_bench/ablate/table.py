@@ -311,7 +311,7 @@ def _shown(mean: Mean | None, form: str, *, with_error: bool = True) -> str:
 def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     """Draw the held-out loss by tokens, and at the end by position, of each arm at its best point of the grid.
 
-    By position: the mean difference to the baseline of the same seeds if there is one, else the loss.
+    By position: the mean difference to the baseline (also at its best point) of the same seeds if there is one, else the loss.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from nsa_bench.needle.plan import NeedlePlan
-from nsa_core import BlockGeometry
-from nsa_core.telemetry import LayerTelemetry
+from nsa_bench.needle.run import Cell
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.order import generator
 from nsa_train.evaluation.modes import RandomChoice, limited_to
 from nsa_train.evaluation.options import Mode
 from nsa_train.host.routing import DTYPES
-from nsa_train.model.choosing import registry_of
+from nsa_train.model.choosing import PassNote, registry_of, watched
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import local_device
 from nsa_train.run_dir import RunDirectory
@@ -32,46 +31,9 @@ class Haystacks(NamedTuple):
     """Position at which the pair of each depth begins."""
 
 
-class Cell(NamedTuple):
-    """The answers at one length and depth."""
-
-    mode: str
-    length: int
-    """Tokens, question and answer included."""
-    depth: int
-    """Index of the depth; 0 is the first."""
-    position: int
-    """Position at which the needle begins."""
-    samples: int
-    right: int
-    """Number of answers that are right in every token."""
-    found: int | None
-    """Answers for which, before their first token, some KV head of some layer chose the needle's block; None for a dense model."""
-
-
-class ChoiceNote(LayerTelemetry):
-    """Keeps the blocks that the last row of a pass chose; attach as `layer.telemetry`."""
-
-    needs_branches = False
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.blocks: Tensor | None = None
-        """int32 `(B, G, n)`."""
-        self.block_size = 1
-
-    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Ignore the gates."""
-
-    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Keep the choice of the last row."""
-        self.blocks, self.block_size = block_indices[:, -1], geometry.selection_block_size
-
-    def has(self, position: int) -> Tensor:
-        """Return bool `(B,)`: whether some KV head chose the block of the token at `position`."""
-        assert self.blocks is not None
-        return (self.blocks == position // self.block_size).flatten(1).any(1)
+def has_block(block_indices: Tensor, block: int) -> Tensor:
+    """Return bool `(B,)`: whether some KV head chose `block` for the last of the rows of `block_indices` `(B, S, G, n)`."""
+    return (block_indices[:, -1] == block).flatten(1).any(1)
 
 
 def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
@@ -110,14 +72,12 @@ class Questions:
         The key is one step. After it, the most likely token is fed back until the answer has its length.
         """
         key, value = self._stacks.needles[:, depth].chunk(2, 1)
-        notes = [ChoiceNote() for _ in self._choosing]
-        for layer, note in zip(self._choosing, notes, strict=True):
-            layer.telemetry = note
-        answer = [self._next(key)]
+        with watched(self._choosing, PassNote) as notes:
+            answer = [self._next(key)]
         found = torch.zeros(len(key), dtype=torch.bool, device=key.device)
         for layer, note in zip(self._choosing, notes, strict=True):
-            layer.telemetry = None
-            found |= note.has(self._stacks.positions[depth])
+            assert note.block_indices is not None
+            found |= has_block(note.block_indices, self._stacks.positions[depth] // layer.config.geometry.selection_block_size)
         while len(answer) < value.shape[1]:
             answer.append(self._next(answer[-1][:, None]))
         for cache in self._caches:

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import BenchError
@@ -16,6 +16,23 @@ from nsa_train.telemetry.records import load_json
 Say = Callable[[str], None]
 CELL_KEYS = {"length", "settings", "seconds", "cells"}
 """The keys of a file of cells."""
+
+
+class Cell(NamedTuple):
+    """The answers at one length and depth."""
+
+    mode: str
+    length: int
+    """Tokens, question and answer included."""
+    depth: int
+    """Index of the depth; 0 is the first."""
+    position: int
+    """Position at which the needle begins."""
+    samples: int
+    right: int
+    """Number of answers that are right in every token."""
+    found: int | None
+    """Answers for which, before their first token, some KV head of some layer chose the needle's block; None for a dense model."""
 
 
 def minutes_until(end: float | None) -> float | None:
@@ -71,7 +88,10 @@ def _cells_of(path: Path) -> dict[str, Any]:
     try:
         content = load_json(path)
         problem = f"no {listed(sorted(missing))}" if (missing := CELL_KEYS - content.keys()) else ""
-    except (OSError, ValueError) as error:
+        if not problem:
+            # made only to be checked
+            _ = [Cell(**cell) for cell in content["cells"]]
+    except (AttributeError, OSError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
         raise BenchError(f"{path} is damaged ({problem}); delete it, and the length is evaluated again")

@@ -8,7 +8,8 @@ from attrs import asdict
 from rich.table import Table
 
 from nsa_bench.ablate.run import TrialFolder
-from nsa_bench.errors import OptionError
+from nsa_bench.ablate.table import DAMAGED
+from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan
 from nsa_bench.needle.run import read_cells, train_and_evaluate
 from nsa_bench.results import Output, facts_of
@@ -48,6 +49,9 @@ def run_needle(
         output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         return results
 
+    for arm in plan.arms:
+        # a damaged record is refused before anything is trained
+        arm_result(plan, arm, root)
     is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say, after_each=lambda: output.keep(write))
     results = write()
     output.show(needle_table(plan, results))
@@ -68,9 +72,24 @@ def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
 
 
 def _stage(out: Path, stage: Any) -> dict[str, Any] | None:
+    """Return the figures of a stage; None if it is not finished.
+
+    Raises:
+        BenchError: if one of its files is damaged.
+    """
     folder = TrialFolder(out, stage)
     if not folder.run.metrics.is_file() or not folder.judged.is_file():
         return None
+    try:
+        return _figures(folder, stage)
+    except DAMAGED as error:
+        raise BenchError(
+            f"the finished stage {folder.run.root.name!r} has a damaged record ({type(error).__name__}: {error}); "
+            f"delete {folder.run.root}, and the stage runs again"
+        ) from None
+
+
+def _figures(folder: TrialFolder, stage: Any) -> dict[str, Any]:
     metrics, buckets = load_json(folder.run.metrics), load_json(folder.judged)["by_position"]
     targets = sum(bucket["targets"] for bucket in buckets)
     *_, last = read_rows(folder.run.validation)

@@ -111,11 +111,11 @@ def _append_steps(
     """Return the differences of the stores after the first wrong step."""
     conversation, geometry = _Conversation(request, kind, device), request.geometry
     start = torch.zeros(2, dtype=torch.int32, device=device)
-    call = make_call(start, geometry, backend={"append": backend.name}, registry=registry)
     for counts in _steps(geometry):
         count = torch.tensor(counts, dtype=torch.int32, device=device)
         for names in conversation.calls:
             rows, emitted = conversation.operands(names, start, max(counts))
+            call = make_call(rows[0].k, geometry, backend={"append": backend.name}, registry=registry)
             append_rows(rows, emitted, start, count, call)
             for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
                 conversation.expect(names, b, first, first + more)

@@ -37,8 +37,9 @@ def listing(path: Path) -> list[Entry]:
         ConfigError: if there is none.
     """
     found, root = [], locate_root(path)
+    latest = latest_folder(root)
     for step, folder in step_folders(root).items():
-        created, size, problem, is_latest = None, None, None, folder == latest_folder(root)
+        created, size, problem, is_latest = None, None, None, folder == latest
         try:
             manifest = read_manifest(folder)
             created, size = manifest["created"], sum(entry["size"] for entry in manifest["files"].values())

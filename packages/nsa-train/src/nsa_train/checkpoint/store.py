@@ -84,7 +84,7 @@ def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Check
             refused.append(str(error))
     if not refused:
         return None
-    raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start a new run. The newest:\n{refused[0]}")
+    raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is complete; start a new run. The newest:\n{refused[0]}")
 
 
 def valid_at(root: Path, step: int, *, judge: Judge = lambda checkpoint: None) -> Checkpoint:

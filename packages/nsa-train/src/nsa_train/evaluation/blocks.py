@@ -12,7 +12,7 @@ from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
 from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.evaluation.subject import Subject
-from nsa_train.model.choosing import PassNote, attention_inputs, watched
+from nsa_train.model.choosing import PassNote, watch_inputs, watched
 
 
 def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]:
@@ -44,10 +44,11 @@ def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]
 def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor) -> dict[int, Tensor]:
     """Return the recall `(m, G)` of m queries of the sequence `ids` `(S,)`, by the layer's number; `dense`: the twin's decoder."""
     layers = subject.choosing_layers
+    inputs: dict[int, Tensor] = {}
     with watched([*layers.values()], PassNote) as notes:
-        inputs = attention_inputs(subject.decoder, ids)
+        watch_inputs(subject.decoder, ids, inputs.__setitem__)
     if dense is not None:
-        inputs = attention_inputs(dense, ids)
+        watch_inputs(dense, ids, inputs.__setitem__)
     found = {}
     for (index, layer), note in zip(layers.items(), notes, strict=True):
         compared: Any = layer if dense is None else dense.blocks[index].attention

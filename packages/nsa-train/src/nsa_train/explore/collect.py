@@ -18,7 +18,7 @@ from nsa_core.selection_loss import block_mass
 from nsa_core.varlen import compressed_lengths
 from nsa_train.errors import TrainError
 from nsa_train.explore.records import LayerRecord
-from nsa_train.model.choosing import NotedChoice, PassNote, attention_inputs, registry_of, watched
+from nsa_train.model.choosing import NotedChoice, PassNote, registry_of, watch_inputs, watched
 
 SCORES = 2**24
 """Maximum scores that are computed at a time."""
@@ -70,14 +70,17 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
     passes = zip(sparse.items(), choices, notes, strict=True)
     records = {index: _record(index, layer, choice, note) for (index, layer), choice, note in passes}
     if twin is not None:
+        blocks: Any = twin.blocks
+
+        def add_mass(index: int, inputs: Tensor) -> None:
+            record = records.get(index)
+            if record is not None and record.scores is not None and record.geometry is not None:
+                q, k = blocks[index].attention.queries_keys(inputs)
+                mass = block_mass(q, k, torch.arange(len(ids)), geometry=record.geometry)
+                records[index] = evolve(record, dense_mass=_finite(mass, index, "dense attention"))
+
         with torch.inference_mode():
-            inputs, rows = attention_inputs(twin, ids), torch.arange(len(ids))
-            for index, record in records.items():
-                if record.scores is not None and record.geometry is not None:
-                    dense: Any = twin.blocks[index]
-                    q, k = dense.attention.queries_keys(inputs[index])
-                    mass = block_mass(q, k, rows, geometry=record.geometry)
-                    records[index] = evolve(record, dense_mass=_finite(mass, index, "dense attention"))
+            watch_inputs(twin, ids, add_mass)
     return [records.get(index, LayerRecord(index=index)) for index in range(len(attentions))]
 
 

@@ -142,12 +142,13 @@ class StopRequests:
             # even if the records could not be written
             os._exit(code)
 
-    def _note(self, request: Stop, *, is_own: bool = True) -> None:
+    def _note(self, request: Stop, *, is_shared: bool = False) -> None:
+        """Keep the strongest request, and pass it to the other ranks unless it came from them (`is_shared`)."""
         if request > self._heard:
             self._heard = request
             self._tell_delay()
             try:
-                if is_own and self._store is not None:
+                if not is_shared and self._store is not None:
                     self._store.set(_KEY, str(int(request)))
             except RuntimeError as error:
                 self._store = None
@@ -161,7 +162,7 @@ class StopRequests:
     def _read_store(self) -> None:
         try:
             if self._store is not None and self._store.check([_KEY]):
-                self._note(Stop(int(self._store.get(_KEY))), is_own=False)
+                self._note(Stop(int(self._store.get(_KEY))), is_shared=True)
         except RuntimeError:
             # the rank that keeps the store is gone; the next exchange reports it
             self._store = None

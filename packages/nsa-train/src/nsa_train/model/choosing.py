@@ -1,6 +1,6 @@
 """The inspection of models: backends of SELECT that replace all others or record their choices, and notes of what a pass computed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -101,27 +101,23 @@ class PassNote(LayerTelemetry):
 
 @contextmanager
 def watched(layers: Sequence[NativeSparseAttention], kind: type[Watch]) -> Iterator[list[Watch]]:
-    """Attach telemetry of a `kind` to `layers` while the block runs."""
+    """Attach telemetry of a `kind` to `layers` while the block runs, in place of their own."""
     collected = [kind() for _ in layers]
-    for layer, telemetry in zip(layers, collected, strict=True):
-        layer.telemetry = telemetry
-    try:
+    with ExitStack() as stack:
+        for layer, telemetry in zip(layers, collected, strict=True):
+            stack.callback(setattr, layer, "telemetry", layer.telemetry)
+            layer.telemetry = telemetry
         yield collected
-    finally:
-        for layer in layers:
-            layer.telemetry = None
 
 
-def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
-    """Return the inputs of each layer's attention, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
-    found: dict[int, Tensor] = {}
+def watch_inputs(decoder: Decoder, ids: Tensor, each: Callable[[int, Tensor], object]) -> None:
+    """Run `decoder` over `ids` `(S,)`, and pass the number of each layer and the input of its attention, `(1, S, hidden)`, to `each`."""
 
     def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found[index] = inputs[0]
+        each(index, inputs[0])
 
     blocks: Any = decoder.blocks
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
             stack.callback(block.attention.register_forward_pre_hook(partial(note, index)).remove)
         decoder.hidden(decoder.embedding(ids[None]))
-    return found

@@ -203,6 +203,8 @@ def _draw_shares(axis: Any, history: History) -> None:
 
 
 def _draw_entropy(axis: Any, history: History) -> None:
+    # before the limits are fixed, so that it is in the picture if all gates are far below it
+    axis.axhline(0.5, color=INK, lw=0.8, ls=":")
     _draw_fields(
         axis,
         history.progress,
@@ -211,7 +213,6 @@ def _draw_entropy(axis: Any, history: History) -> None:
         ("gate_collapse_frac", ACCENT, "collapsed share of tokens"),
         title="Gate health (dotted: least healthy mean)",
     )
-    axis.axhline(0.5, color=INK, lw=0.8, ls=":")
 
 
 def _draw_selection(axis: Any, history: History) -> None:

@@ -62,10 +62,16 @@ class RunTelemetry(LayerTelemetry):
         self.figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
+class _EveryChoice(PassNote):
+    """Keeps out fused backends, which may not report what they chose."""
+
+    needs_branches = True
+
+
 @torch.no_grad()
 def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
     """Return the blocks that each layer with a selected branch chooses for `ids` `(B, S)`."""
-    with watched(model.sparse_layers, PassNote) as collected:
+    with watched(model.sparse_layers, _EveryChoice) as collected:
         model(ids)
     return [one.block_indices for one in collected if one.block_indices is not None]
 
