@@ -292,7 +292,7 @@ def test_one_process_needs_no_launch(tiny_config: Callable[..., Any], monkeypatc
 
 
 def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"--nnodes=2 needs a place .* use --rdzv-endpoint HOST:29400"):
+    with pytest.raises(ValueError, match=r"--nnodes=2 needs a rendezvous; use --rdzv-endpoint HOST:29400"):
         must_launch(tiny_config("train.strategy=ddp"), Meeting(nnodes="2"))
     assert Meeting(nnodes="2", rdzv_endpoint="a:29400", max_restarts=3).torchrun_words() == [
         *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--rdzv-id", "nsa-train", "--max-restarts", "3"),

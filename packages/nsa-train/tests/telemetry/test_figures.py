@@ -47,7 +47,7 @@ def test_a_run_without_the_selected_branch_is_drawn_without_a_warning(recwarn: p
 
 
 def test_the_least_healthy_entropy_is_in_the_picture_of_collapsed_gates() -> None:
-    gates = {"gate_entropy_mean": 0.02, "gate_entropy_min": 0.01, "gate_collapse_frac": 0.1}
+    gates = {"gate_branch_shares": {"cmp": 0.5, "win": 0.5}, "gate_entropy_mean": 0.02, "gate_entropy_min": 0.01, "gate_collapse_frac": 0.1}
     figure = figure_of(History(STEPS, VALIDATION, [{"step": step, **gates} for step in (1, 2)]))
     [axis] = [axis for axis in figure.axes if axis.get_title().startswith("Gate health")]
     low, high = axis.get_ylim()
