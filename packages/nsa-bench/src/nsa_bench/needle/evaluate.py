@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_bench.needle.plan import NeedlePlan
-from nsa_bench.needle.run import Cell
+from nsa_bench.needle.plan import Cell, NeedlePlan
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.order import generator
 from nsa_train.evaluation.modes import RandomChoice, limited_to

@@ -26,7 +26,7 @@ seed = 1                             # of the haystacks, and of shuffled choices
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attrs import evolve, fields_dict, frozen
 
@@ -43,6 +43,23 @@ from nsa_train.settings.recipe import apply_override, load_config, read_toml
 from nsa_train.settings.rules import MOST_SEED
 
 KEYS = ("recipe", "set", "arms", "stages", "grid")
+
+
+class Cell(NamedTuple):
+    """The answers at one length and depth."""
+
+    mode: str
+    length: int
+    """Tokens, question and answer included."""
+    depth: int
+    """Index of the depth; 0 is the first."""
+    position: int
+    """Position at which the needle begins."""
+    samples: int
+    right: int
+    """Number of answers that are right in every token."""
+    found: int | None
+    """Answers for which, before their first token, some KV head of some layer chose the needle's block; None for a dense model."""
 
 
 @frozen(kw_only=True)

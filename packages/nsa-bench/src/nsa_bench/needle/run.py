@@ -4,11 +4,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import BenchError
-from nsa_bench.needle.plan import Arm, NeedlePlan
+from nsa_bench.needle.plan import Arm, Cell, NeedlePlan
 from nsa_train.files import written_whole
 from nsa_train.settings.config import listed
 from nsa_train.telemetry.records import load_json
@@ -16,23 +16,6 @@ from nsa_train.telemetry.records import load_json
 Say = Callable[[str], None]
 CELL_KEYS = {"length", "settings", "seconds", "cells"}
 """The keys of a file of cells."""
-
-
-class Cell(NamedTuple):
-    """The answers at one length and depth."""
-
-    mode: str
-    length: int
-    """Tokens, question and answer included."""
-    depth: int
-    """Index of the depth; 0 is the first."""
-    position: int
-    """Position at which the needle begins."""
-    samples: int
-    right: int
-    """Number of answers that are right in every token."""
-    found: int | None
-    """Answers for which, before their first token, some KV head of some layer chose the needle's block; None for a dense model."""
 
 
 def minutes_until(end: float | None) -> float | None:
