@@ -1,12 +1,14 @@
 """A plan's trials: every arm at every point of the grid with every seed, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.ablate.plan import load_plan
 from nsa_bench.errors import OptionError
+from nsa_train.settings.config import structure
 from nsa_train.settings.recipe import load_config
 
 
@@ -98,3 +100,17 @@ def test_a_shipped_plan_can_be_run(name: str) -> None:
     plan = load_plan(name)
     assert plan.baseline in {trial.variant.arm for trial in plan.trials}
     assert load_config("demo") not in [trial.config for trial in plan.trials]
+
+
+def test_settings_are_the_keys_that_differ_from_their_defaults(plan_file: Path) -> None:
+    trial = load_plan(str(plan_file), ["train.device=cpu", "train.seq_len=64", "nsa.branches=['slc', 'win']"]).trials[0]
+    settings = trial.settings
+    given = {"train.seq_len": 64, "nsa.branches": ["slc", "win"], "model.attention": "dense", "train.seed": 3}
+    assert {name: settings[name] for name in given} == given
+    # defaults, and what depends on the machine
+    assert not {"model.layers", "nsa.backends", "nsa.kv", "data.mix", "train.device", "train.weight_decay"} & set(settings)
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in {**settings, "train.device": "cpu"}.items():
+        table, _, key = name.partition(".")
+        tables.setdefault(table, {})[key] = value
+    assert structure(tables) == trial.config

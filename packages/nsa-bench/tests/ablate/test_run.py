@@ -67,12 +67,17 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert "2 of 2 trials" in capsys.readouterr().out
     # on another machine, trials in a result file are finished too
     elsewhere = ["ablate", str(plan_file), "--out", str(out / "elsewhere"), "--json", str(out / "b.json"), "--earlier", str(out / "a.json")]
+    elsewhere += ["--set", "train.batch_size=4"]
     assert run_command(elsewhere) == 0
     assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
+    # but not those of other settings, wherever the data and the device are
+    assert run_command([*elsewhere[:-2], "--set", "train.weight_decay=0.5"]) == 2
+    assert "with other settings (train.batch_size: 4 there, 2 here, train.weight_decay: the default there, 0.5 here)" in " ".join(capsys.readouterr().err.split())
+    assert run_command([*elsewhere, "--set", "train.device=cpu"]) == 0
     # each trial names where it ran; those of an older file are its writer's
     assert {trial["ran_on"]["torch"] for trial in content["trials"]} == {content["environment"]["torch"]}
     old = {**content, "environment": content["environment"] | {"gpu": "Other GPU"}}
-    old["trials"] = [{name: value for name, value in trial.items() if name != "ran_on"} for trial in content["trials"]]
+    old["trials"] = [{name: value for name, value in trial.items() if name not in ("ran_on", "settings")} for trial in content["trials"]]
     (out / "a.json").write_text(json.dumps(old))
     assert run_command(elsewhere) == 0
     merged = json.loads((out / "b.json").read_text())

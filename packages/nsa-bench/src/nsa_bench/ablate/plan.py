@@ -15,6 +15,7 @@ model.attention = "dense"
 train.lr = [1e-3, 3e-3]
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -23,16 +24,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
 from attrs import frozen
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import OptionError
 from nsa_train.errors import ConfigError
-from nsa_train.settings.config import TABLES, RunConfig, listed, structure
+from nsa_train.settings.config import TABLES, RunConfig, listed, structure, unstructure
 from nsa_train.settings.recipe import apply_override, find_recipe, read_toml
 
 KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000
+OF_A_MACHINE = ("data.path", "train.device")
+"""Keys that differ between machines which train the same."""
 SEED = "train.seed"
 """The key that `seeds` sets."""
 MOST_BYTES = 240
@@ -62,6 +66,19 @@ class Trial:
     def name(self) -> str:
         """The name of the run's directory."""
         return re.sub(r"[^\w.=+-]+", "_", f"{self.variant} seed={self.seed}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`table.key` -> value of the recipe's keys that differ from their defaults, as JSON has them, without those of `OF_A_MACHINE`."""
+        found = {}
+        for name, values in unstructure(self.config).items():
+            table = getattr(self.config, name)
+            for field in attrs.fields(type(table)):
+                default = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default
+                if field.name in values and getattr(table, field.name) != default:
+                    found[f"{name}.{field.name}"] = values[field.name]
+        kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in found.items() if key not in OF_A_MACHINE}))
+        return kept
 
 
 @frozen(kw_only=True)

@@ -98,6 +98,8 @@ class TrialResult:
     """The fields of `nsa_train.evaluation.positions.Bucket`."""
     ran_on: dict[str, Any]
     """Time, machine, versions and commit of its start, as in `facts_of`: another machine may write the file."""
+    settings: dict[str, Any] | None = None
+    """`Trial.settings`; None if an older version wrote the file."""
 
 
 class Mean(NamedTuple):
@@ -138,7 +140,7 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
     """Return the trials of a JSON file that an earlier call wrote, perhaps on another machine.
 
     Raises:
-        OptionError: for a file that holds no results of this plan, or trials that the plan does not have.
+        OptionError: for a file that holds no results of this plan, or trials that the plan does not have or has with other settings.
     """
     try:
         content = load_json(path)
@@ -157,6 +159,11 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
                 f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, {figures.get('steps')} steps of plan {name!r} "
                 f"(plan {plan.name!r} has no such trial); name a file of this plan"
             )
+        if differing := _differing(figures.get("settings"), trial.settings):
+            raise OptionError(
+                f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, with other settings ({differing}); "
+                "name a file of the same settings, or change the plan"
+            )
         try:
             # a file without `ran_on` holds trials of one machine, which wrote it
             results.append(_checked({"ran_on": ran_on, **figures, "variant": trial.variant}))
@@ -165,6 +172,18 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
                 f"--earlier={str(path)!r} lacks figures of {variant!r} (another version wrote it); run the trial again"
             ) from None
     return results
+
+
+def _differing(earlier: Any, planned: dict[str, Any]) -> str:
+    """Return the settings of an earlier trial that are not those of the plan; an older version wrote none."""
+    if not isinstance(earlier, dict):
+        return ""
+    names = [name for name in sorted(earlier | planned) if earlier.get(name) != planned.get(name)]
+    return ", ".join(f"{name}: {_told(earlier, name)} there, {_told(planned, name)} here" for name in names)
+
+
+def _told(settings: dict[str, Any], name: str) -> str:
+    return repr(settings[name]) if name in settings else "the default"
 
 
 def _checked(figures: dict[str, Any]) -> TrialResult:
@@ -206,6 +225,7 @@ def _figures(folder: TrialFolder, commit: str | None) -> dict[str, Any]:
     return {
         "variant": folder.trial.variant,
         "seed": folder.trial.seed,
+        "settings": folder.trial.settings,
         **{name: metrics[name] for name in ("steps", "tokens", "parameters")},
         "val_loss": losses[-1],
         "best_val_loss": min(losses),
@@ -255,7 +275,10 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
         "num_trials": len(plan.trials),
         "num_finished": len(results),
         "variants": [_summary_row(summary) for summary in summarize(plan, results)],
-        "trials": [{**attrs.asdict(result), "variant": str(result.variant)} for result in results],
+        "trials": [
+            {name: value for name, value in attrs.asdict(result).items() if value is not None} | {"variant": str(result.variant)}
+            for result in results
+        ],
     }
 
 
