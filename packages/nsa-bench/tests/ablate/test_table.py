@@ -1,13 +1,16 @@
 """Means over seeds, their standard errors, and differences seed by seed."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant
 from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, draw, summarize, to_json, to_rows
+from nsa_bench.results import TABLE_WIDTH
 from nsa_train.settings.recipe import load_config
 
 CONFIG = load_config("demo")
@@ -80,6 +83,21 @@ def test_a_plan_without_a_baseline_compares_nothing() -> None:
     results = [result_of(Variant("a"), 0, 1.0), result_of(Variant("b"), 0, 2.0)]
     assert [summary.difference for summary in summarize(plan, results)] == [None, None]
     assert not [column for column in ablation_table(plan, results).columns if "against" in str(column.header)]
+
+
+def test_a_table_in_a_log_has_every_name_and_figure() -> None:
+    variants = [Variant("dense", (("train.lr", 0.001),)), Variant("slc and win, l = 8, d = 4", (("train.lr", 0.001),))]
+    figures = {"tokens": 200_015_872, "parameters": 999_999, "right": 0.83, "toks_per_s": 433_294.0}
+    results = [result_of(variant, seed, 0.5864 + 0.01 * seed, **figures) for variant in variants for seed in range(3)]
+    screen = Console(file=io.StringIO(), width=TABLE_WIDTH)
+    screen.print(ablation_table(plan_of(*variants), results))
+    shown = screen.file.getvalue()
+    assert "…" not in shown
+    cells = [[cell.split() for cell in line.split("│")] for line in shown.splitlines() if "│" in line]
+    columns = [[word for cell in column for word in cell] for column in zip(*cells, strict=True)]
+    assert columns[1] == "dense, lr=0.001 * slc and win, l = 8, d = 4, lr=0.001 *".split()
+    assert columns[2:6] == [["999,999"] * 2, ["200.0M"] * 2, ["3"] * 2, "0.5964 ± 0.0058 0.5964 ± 0.0058".split()]
+    assert columns[7:10] == ["+0.0000 ± 0.0000".split(), "0.830 ± 0.000 0.830 ± 0.000".split(), ["433,294"] * 2]
 
 
 @pytest.mark.parametrize(("baseline", "drawn"), [("dense", [[0.0, 0.0], [0.5, -0.25]]), (None, [[4.0, 3.0], [7 / 3, 7 / 4]])])

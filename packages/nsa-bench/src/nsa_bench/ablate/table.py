@@ -303,15 +303,15 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     table = Table(title=f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials")
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
         if not title.endswith("None"):
-            table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=title != "variant")
+            table.add_column(title, justify="left" if title == "variant" else "right", min_width=12 if title == "variant" else None)
     summaries = summarize(plan, results)
     has_grid = any(summary.variant.point for summary in summaries)
     for summary in summaries:
         best = summary.is_best and has_grid
         cells: list[Text | str] = [
             Text(f"{summary.variant}{' *' if best else ''}", style="bold" if best else ""),
-            "" if summary.parameters is None else f"{summary.parameters:,}",
-            "" if summary.tokens is None else f"{summary.tokens:,}",
+            _counted(summary.parameters),
+            _counted(summary.tokens),
             str(summary.val_loss.num_seeds if summary.val_loss else 0),
             _shown(summary.val_loss, "{:.4f}"),
             _shown(summary.best_val_loss, "{:.4f}"),
@@ -322,6 +322,13 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     if has_grid:
         table.caption = "* the best point of the grid for its arm"
     return table
+
+
+def _counted(number: int | None) -> str:
+    """Return a count in the few characters that a table on a screen has room for."""
+    if number is None:
+        return ""
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f}M"
 
 
 def _shown(mean: Mean | None, form: str, *, with_error: bool = True) -> str:
