@@ -1,5 +1,6 @@
 """A plan's trials: every arm at every point of the grid with every seed, and what is refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,16 @@ def test_a_shipped_plan_can_be_run(name: str) -> None:
 
 
 def test_settings_are_the_keys_that_differ_from_their_defaults(plan_file: Path) -> None:
-    trial = load_plan(str(plan_file), ["train.device=cpu", "train.seq_len=64", "nsa.branches=['slc', 'win']"]).trials[0]
+    trial = load_plan(
+        str(plan_file), ["train.device=cpu", "train.grad_clip=inf", "train.seq_len=64", "nsa.branches=['slc', 'win']"]
+    ).trials[0]
     settings = trial.settings
-    given = {"train.seq_len": 64, "nsa.branches": ["slc", "win"], "model.attention": "dense", "train.seed": 3}
+    given = {"train.seq_len": 64, "nsa.branches": ["slc", "win"], "model.attention": "dense", "train.seed": 3, "train.grad_clip": "inf"}
     assert {name: settings[name] for name in given} == given
     # defaults, and what depends on the machine
     assert not {"model.layers", "nsa.backends", "nsa.kv", "data.mix", "train.device", "train.weight_decay"} & set(settings)
     tables: dict[str, dict[str, Any]] = {}
-    for name, value in {**settings, "train.device": "cpu"}.items():
+    for name, value in {**settings, "train.device": "cpu", "train.grad_clip": math.inf}.items():
         table, _, key = name.partition(".")
         tables.setdefault(table, {})[key] = value
     assert structure(tables) == trial.config

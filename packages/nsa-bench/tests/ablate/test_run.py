@@ -72,7 +72,8 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
     # but not those of other settings, wherever the data and the device are
     assert run_command([*elsewhere[:-2], "--set", "train.weight_decay=0.5"]) == 2
-    assert "with other settings (train.batch_size: 4 there, 2 here, train.weight_decay: the default there, 0.5 here)" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "with other settings (train.batch_size: 4 there, 2 here, train.weight_decay: the default there, 0.5 here)" in said
     assert run_command([*elsewhere, "--set", "train.device=cpu"]) == 0
     # each trial names where it ran; those of an older file are its writer's
     assert {trial["ran_on"]["torch"] for trial in content["trials"]} == {content["environment"]["torch"]}
@@ -248,6 +249,8 @@ FIGURES = {
         ("by_position", []),
         ("by_position", [{"first": 0}]),
         ("ran_on", 3),
+        ("settings", 3),
+        ("settings", ["train.lr"]),
     ],
 )
 def test_earlier_figures_that_the_table_cannot_use_are_refused_before_anything_is_written(plan_file: Path, name: str, value: Any) -> None:

@@ -35,8 +35,8 @@ from nsa_train.settings.recipe import apply_override, find_recipe, read_toml
 
 KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000
-OF_A_MACHINE = ("data.path", "train.device")
-"""Keys that differ between machines which train the same."""
+MACHINE_KEYS = ("data.path", "data.prefetch", "data.progress_every", "data.timeout_s", "data.workers", "train.device")
+"""Keys that may differ between machines: where the corpus is, and what changes no weight."""
 SEED = "train.seed"
 """The key that `seeds` sets."""
 MOST_BYTES = 240
@@ -69,16 +69,23 @@ class Trial:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """`table.key` -> value of the recipe's keys that differ from their defaults, as JSON has them, without those of `OF_A_MACHINE`."""
-        found = {}
+        """`table.key` -> value, as JSON has it, of the recipe's keys that differ from their defaults, without `MACHINE_KEYS`.
+
+        A default that a later version changes is not seen.
+        """
+        found: dict[str, Any] = {}
         for name, values in unstructure(self.config).items():
             table = getattr(self.config, name)
             for field in attrs.fields(type(table)):
-                default = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default
-                if field.name in values and getattr(table, field.name) != default:
-                    found[f"{name}.{field.name}"] = values[field.name]
-        kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in found.items() if key not in OF_A_MACHINE}))
-        return kept
+                factory = getattr(field.default, "factory", None)
+                default = field.default if factory is None else factory()
+                key = f"{name}.{field.name}"
+                if key not in MACHINE_KEYS and field.name in values and getattr(table, field.name) != default:
+                    value = values[field.name]
+                    # JSON has no infinity
+                    found[key] = value if not isinstance(value, float) or math.isfinite(value) else str(value)
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
 
 
 @frozen(kw_only=True)

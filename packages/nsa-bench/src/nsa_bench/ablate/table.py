@@ -159,31 +159,33 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
                 f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, {figures.get('steps')} steps of plan {name!r} "
                 f"(plan {plan.name!r} has no such trial); name a file of this plan"
             )
-        if differing := _differing(figures.get("settings"), trial.settings):
-            raise OptionError(
-                f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, with other settings ({differing}); "
-                "name a file of the same settings, or change the plan"
-            )
         try:
             # a file without `ran_on` holds trials of one machine, which wrote it
-            results.append(_checked({"ran_on": ran_on, **figures, "variant": trial.variant}))
+            result = _checked({"ran_on": ran_on, **figures, "variant": trial.variant})
         except DAMAGED:
             raise OptionError(
                 f"--earlier={str(path)!r} lacks figures of {variant!r} (another version wrote it); run the trial again"
             ) from None
+        if differing := _differing(result.settings, trial.settings):
+            raise OptionError(
+                f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, with other settings ({differing}); "
+                "name a file of the same settings, or change the plan"
+            )
+        results.append(result)
     return results
 
 
-def _differing(earlier: Any, planned: dict[str, Any]) -> str:
-    """Return the settings of an earlier trial that are not those of the plan; an older version wrote none."""
-    if not isinstance(earlier, dict):
-        return ""
-    names = [name for name in sorted(earlier | planned) if earlier.get(name) != planned.get(name)]
-    return ", ".join(f"{name}: {_told(earlier, name)} there, {_told(planned, name)} here" for name in names)
+def _differing(earlier: dict[str, Any] | None, planned: dict[str, Any]) -> str:
+    """Return a list of the settings of an earlier trial that are not those of the plan, as text; "" if there are none.
 
+    An older version wrote no settings, which are then not compared.
+    """
 
-def _told(settings: dict[str, Any], name: str) -> str:
-    return repr(settings[name]) if name in settings else "the default"
+    def reported(settings: dict[str, Any], name: str) -> str:
+        return repr(settings[name]) if name in settings else "the default"
+
+    names = [] if earlier is None else [name for name in sorted(earlier | planned) if earlier.get(name) != planned.get(name)]
+    return ", ".join(f"{name}: {reported(earlier or {}, name)} there, {reported(planned, name)} here" for name in names)
 
 
 def _checked(figures: dict[str, Any]) -> TrialResult:
@@ -193,7 +195,9 @@ def _checked(figures: dict[str, Any]) -> TrialResult:
         One of DAMAGED: if they are not all there, or not the numbers that the table needs.
     """
     curve = [(int(step), float(loss)) for step, loss in figures["curve"]]
-    result = TrialResult(**{**figures, "curve": curve, "ran_on": dict(figures["ran_on"])})
+    settings = figures.get("settings")
+    kept = {"curve": curve, "ran_on": dict(figures["ran_on"]), "settings": None if settings is None else dict(settings)}
+    result = TrialResult(**{**figures, **kept})
     buckets = [bucket[name] for bucket in result.by_position for name in ("first", "last", "targets", "loss", "right")]
     numbers = (result.steps, result.tokens, result.parameters, *(getattr(result, name) for name in AVERAGED), *buckets)
     if not (curve and result.by_position and all(math.isfinite(number) for number in (*numbers, *(loss for _, loss in curve)))):
@@ -275,11 +279,15 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
         "num_trials": len(plan.trials),
         "num_finished": len(results),
         "variants": [_summary_row(summary) for summary in summarize(plan, results)],
-        "trials": [
-            {name: value for name, value in attrs.asdict(result).items() if value is not None} | {"variant": str(result.variant)}
-            for result in results
-        ],
+        "trials": [_trial_row(result) for result in results],
     }
+
+
+def _trial_row(result: TrialResult) -> dict[str, Any]:
+    row = {**attrs.asdict(result), "variant": str(result.variant)}
+    if result.settings is None:
+        del row["settings"]
+    return row
 
 
 def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
@@ -303,6 +311,7 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     table = Table(title=f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials")
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
         if not title.endswith("None"):
+            # on a narrow screen figures break at spaces, and names keep some width
             table.add_column(title, justify="left" if title == "variant" else "right", min_width=12 if title == "variant" else None)
     summaries = summarize(plan, results)
     has_grid = any(summary.variant.point for summary in summaries)
