@@ -260,7 +260,8 @@ def _gated_attention(
     if operands is None or any(observer.needs_branches for observer in observers):
         name = AUTO if isinstance(call.backend, str) else call.backend.get(Operation.NSA.value, AUTO)
         if name != AUTO and not torch.compiler.is_compiling():
-            why = "a branch is absent" if operands is None else "observers want each branch"
+            left_out = f"the call leaves out {', '.join(absent)} (it may leave out cmp, without gradients and where D_k = D_v)"
+            why = left_out if operands is None else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
     elif (found := run(Operation.NSA, call, *operands)) is not None:
         out, block_indices = found if isinstance(found, FusedOutput) else (found, None)

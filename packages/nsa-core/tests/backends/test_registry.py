@@ -443,8 +443,14 @@ def test_without_compressed_values_the_branches_run_apart_for_a_gradient_and_for
         nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
     assert fused.num_calls == 1
     q, k_cmp, _, *rest = operands(D_v=4)
-    with pytest.warns(UserWarning, match="backend 'fused' for 'nsa' is not used: a branch is absent"):
-        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
+    rule = "it may leave out cmp, without gradients and where D_k = D_v"
+    for absent, named in ((3, "slc"), (5, "win"), (None, "cmp")):
+        tensors = [q, k_cmp, None, *rest]
+        names = "cmp" if absent is None else f"cmp, {named}"
+        if absent is not None:
+            tensors[absent] = tensors[absent + 1] = None
+        with pytest.warns(UserWarning, match=rf"backend 'fused' for 'nsa' is not used: the call leaves out {names} \({rule}\), so"):
+            nsa_attention(*tensors, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
     assert fused.num_calls == 1
 
 
