@@ -75,17 +75,17 @@ def test_absent_branches_have_gate_0_and_softmax_shares_1_among_the_rest(branche
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_absent_branches_have_gate_0_and_leave_the_other_sigmoids_alone(branches, needs_grad):
-    given = logits_of(1, 4, 2)
-    logits = given.clone().requires_grad_(needs_grad)
+    values = logits_of(1, 4, 2)
+    logits = values.clone().requires_grad_(needs_grad)
     exists = torch.tensor([branch in branches for branch in BRANCHES])
 
     gates = gates_from_logits(logits, everywhere(1, 4), kind="sigmoid", branches=branches)
 
-    assert torch.equal(gates, torch.where(exists, torch.sigmoid(given), 0))
-    assert torch.equal(logits.detach(), given)
+    assert torch.equal(gates, torch.where(exists, torch.sigmoid(values), 0))
+    assert torch.equal(logits.detach(), values)
     if needs_grad:
         gates.sum().backward()
-        slope = torch.sigmoid(given) * (1 - torch.sigmoid(given))
+        slope = torch.sigmoid(values) * (1 - torch.sigmoid(values))
         torch.testing.assert_close(logits.grad, torch.where(exists, slope, 0))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.ablate.plan import load_plan
+from nsa_bench.ablate.plan import MACHINE_KEYS, load_plan
 from nsa_bench.errors import OptionError
 from nsa_train.settings.config import structure
 from nsa_train.settings.recipe import load_config
@@ -117,3 +117,14 @@ def test_settings_are_the_keys_that_differ_from_their_defaults(plan_file: Path) 
         table, _, key = name.partition(".")
         tables.setdefault(table, {})[key] = value
     assert structure(tables) == trial.config
+
+
+@pytest.mark.parametrize(
+    "override", ["data.path='b.txt'", "data.prefetch=9", "data.progress_every=9", "data.timeout_s=9", "data.workers=9", "train.device=cpu"]
+)
+def test_what_differs_between_machines_is_no_setting(plan_file: Path, override: str) -> None:
+    assert override.partition("=")[0] in MACHINE_KEYS
+    text = ["data.source=text", "data.path='a.txt'", "data.needle_pairs=8", "data.needle_queries=8"]
+    one, other = (load_plan(str(plan_file), words).trials[0] for words in (text, [*text, override]))
+    assert one.config != other.config
+    assert one.settings == other.settings

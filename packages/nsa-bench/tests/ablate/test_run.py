@@ -70,7 +70,7 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     elsewhere += ["--set", "train.batch_size=4"]
     assert run_command(elsewhere) == 0
     assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
-    # but not those of other settings, wherever the data and the device are
+    # but not those of other settings, on whatever device
     assert run_command([*elsewhere[:-2], "--set", "train.weight_decay=0.5"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "with other settings (train.batch_size: 4 there, 2 here, train.weight_decay: the default there, 0.5 here)" in said

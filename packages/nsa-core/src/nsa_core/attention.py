@@ -257,11 +257,10 @@ def _gated_attention(
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
     operands = _fused_operands(queries, keys, gates, absent, are_gates_closed=are_gates_closed)
-    if operands is None or any(observer.needs_branches for observer in observers):
+    if isinstance(operands, str) or any(observer.needs_branches for observer in observers):
         name = AUTO if isinstance(call.backend, str) else call.backend.get(Operation.NSA.value, AUTO)
         if name != AUTO and not torch.compiler.is_compiling():
-            left_out = f"the call leaves out {', '.join(absent)} (it may leave out cmp, without gradients and where D_k = D_v)"
-            why = left_out if operands is None else "observers want each branch"
+            why = operands if isinstance(operands, str) else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
     elif (found := run(Operation.NSA, call, *operands)) is not None:
         out, block_indices = found if isinstance(found, FusedOutput) else (found, None)
@@ -284,8 +283,8 @@ def _gated_attention(
 
 def _fused_operands(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], *, are_gates_closed: bool
-) -> tuple[Any, ...] | None:
-    """Return the operands of NSA with the same gated sum; None if the branches must run one by one.
+) -> tuple[Any, ...] | str:
+    """Return the operands of NSA with the same gated sum, or why the branches must run one by one.
 
     Without the output of cmp, its keys serve as its values, with a gate of 0, where keys and values have one width. Not where a gradient is
     recorded: the backward pass would cover a branch that nothing reads.
@@ -293,10 +292,12 @@ def _fused_operands(
     cmp, slc, win = keys.values()
     if not absent:
         return queries, cmp, slc, win, gates
-    if absent != ("cmp",) or cmp is None or slc is None or win is None or cmp.k.shape[3] != slc.v.shape[3]:
-        return None
+    if absent != ("cmp",) or cmp is None or slc is None or win is None:
+        return f"the call leaves out {', '.join(absent)}"
+    if cmp.k.shape[3] != slc.v.shape[3]:
+        return "the call leaves out cmp, and D_k is not D_v"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, gates, cmp.k, *slc[:2], *win[:2])):
-        return None
+        return "the call leaves out cmp, and a gradient is recorded"
     if not are_gates_closed:
         # the padding may be the last operation on the stream
         queries, gates = queries._replace(follows_append=False), pad(gates[..., 1:], (1, 0))

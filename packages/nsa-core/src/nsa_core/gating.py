@@ -32,14 +32,14 @@ def gates_from_logits(
         gates = logits.sigmoid()
         if len(branches) == len(BRANCHES):
             return gates
-        absent = [place for place, name in enumerate(BRANCHES) if name not in branches]
+        absent = [index for index, name in enumerate(BRANCHES) if name not in branches]
         if not gates.requires_grad:
             # fewer launches in a decode step
-            for place in absent:
-                gates[..., place].zero_()
+            for index in absent:
+                gates[..., index].zero_()
             return gates
         zero = torch.zeros_like(gates[..., 0])
-        return torch.stack([zero if place in absent else gates[..., place] for place in range(len(BRANCHES))], -1)
+        return torch.stack([zero if index in absent else gates[..., index] for index in range(len(BRANCHES))], -1)
     if has_compressed is None:
         raise InputError("has_compressed is None (the softmax gate reads it); give bool (B, S)")
     # filled on the device: a tensor from a Python list would wait for its copy

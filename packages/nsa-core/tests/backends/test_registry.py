@@ -443,15 +443,28 @@ def test_without_compressed_values_the_branches_run_apart_for_a_gradient_and_for
         nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
     assert fused.num_calls == 1
     q, k_cmp, _, *rest = operands(D_v=4)
-    rule = "it may leave out cmp, without gradients and where D_k = D_v"
-    for absent, named in ((3, "slc"), (5, "win"), (None, "cmp")):
-        tensors = [q, k_cmp, None, *rest]
-        names = "cmp" if absent is None else f"cmp, {named}"
-        if absent is not None:
-            tensors[absent] = tensors[absent + 1] = None
-        with pytest.warns(UserWarning, match=rf"backend 'fused' for 'nsa' is not used: the call leaves out {names} \({rule}\), so"):
-            nsa_attention(*tensors, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
+    nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
     assert fused.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "needs_grad", "left_out", "why"),
+    [
+        (6, True, {"v_cmp"}, "the call leaves out cmp, and a gradient is recorded"),
+        (4, False, {"v_cmp"}, "the call leaves out cmp, and D_k is not D_v"),
+        (6, False, {"k_slc", "v_slc"}, "the call leaves out slc"),
+        (6, False, {"k_win", "v_win"}, "the call leaves out win"),
+        (6, False, {"v_cmp", "k_win", "v_win"}, "the call leaves out cmp, win"),
+    ],
+)
+def test_a_warning_says_why_a_named_fused_backend_is_not_used(width, needs_grad, left_out, why):
+    registry, fused = fused_registry()
+    names = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gates")
+    given = {name: None if name in left_out else x for name, x in zip(names, operands(D_v=width), strict=True)}
+    given["q"].requires_grad_(needs_grad)
+    with pytest.warns(UserWarning, match=f"backend 'fused' for 'nsa' is not used: {why}, so the branches run one by one"):
+        nsa_attention(**given, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
+    assert fused.num_calls == 0
 
 
 @pytest.mark.parametrize("fields", [{"capability": CUDA_ONLY}, {"policy": ("slow",)}])

@@ -36,7 +36,7 @@ from nsa_train.settings.recipe import apply_override, find_recipe, read_toml
 KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000
 MACHINE_KEYS = ("data.path", "data.prefetch", "data.progress_every", "data.timeout_s", "data.workers", "train.device")
-"""Keys that may differ between machines: where the corpus is, and what changes no weight."""
+"""Keys that may differ between machines: where the corpus is, how it is read, and the device."""
 SEED = "train.seed"
 """The key that `seeds` sets."""
 MOST_BYTES = 240
