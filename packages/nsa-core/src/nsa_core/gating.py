@@ -33,13 +33,12 @@ def gates_from_logits(
         if len(branches) == len(BRANCHES):
             return gates
         absent = [index for index, name in enumerate(BRANCHES) if name not in branches]
-        if not gates.requires_grad:
-            # fewer launches in a decode step
-            for index in absent:
-                gates[..., index].zero_()
-            return gates
-        zero = torch.zeros_like(gates[..., 0])
-        return torch.stack([zero if index in absent else gates[..., index] for index in range(len(BRANCHES))], -1)
+        if gates.requires_grad:
+            # the backward pass of sigmoid reads its result
+            gates = gates.clone()
+        for index in absent:
+            gates[..., index].zero_()
+        return gates
     if has_compressed is None:
         raise InputError("has_compressed is None (the softmax gate reads it); give bool (B, S)")
     # filled on the device: a tensor from a Python list would wait for its copy

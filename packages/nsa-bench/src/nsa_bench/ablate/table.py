@@ -180,12 +180,14 @@ def _differing(earlier: dict[str, Any] | None, planned: dict[str, Any]) -> str:
 
     An older version wrote no settings, which are then not compared.
     """
+    if earlier is None:
+        return ""
 
     def reported(settings: dict[str, Any], name: str) -> str:
         return repr(settings[name]) if name in settings else "the default"
 
-    names = [] if earlier is None else [name for name in sorted(earlier | planned) if earlier.get(name) != planned.get(name)]
-    return ", ".join(f"{name}: {reported(earlier or {}, name)} there, {reported(planned, name)} here" for name in names)
+    names = [name for name in sorted(earlier | planned) if earlier.get(name) != planned.get(name)]
+    return ", ".join(f"{name}: {reported(earlier, name)} there, {reported(planned, name)} here" for name in names)
 
 
 def _checked(figures: dict[str, Any]) -> TrialResult:
@@ -279,15 +281,8 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
         "num_trials": len(plan.trials),
         "num_finished": len(results),
         "variants": [_summary_row(summary) for summary in summarize(plan, results)],
-        "trials": [_trial_row(result) for result in results],
+        "trials": [{**attrs.asdict(result), "variant": str(result.variant)} for result in results],
     }
-
-
-def _trial_row(result: TrialResult) -> dict[str, Any]:
-    row = {**attrs.asdict(result), "variant": str(result.variant)}
-    if result.settings is None:
-        del row["settings"]
-    return row
 
 
 def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
