@@ -48,6 +48,7 @@ def test_commands_that_read_files_or_refuse_their_arguments_load_no_torch(tiny_r
     refused += [["run", "demo", "--set", wrong] for wrong in ("train.stepz=3", "train.steps=abc", "lr=3", "nsa.window_size=abc")]
     refused += [["run", "demo", "--nope"], ["runn"], ["run", "demo", "--resume", "--out", nowhere], ["resume", nowhere]]
     refused += [
+        ["run", "demo", "--out", run],
         ["run", "demo", "--resume"],
         ["run", "demo", "--resume", "--out", str(tmp_path)],
         ["eval", nowhere],

@@ -17,10 +17,11 @@ from cyclopts import App, CycloptsError, Parameter
 
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
+from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.evaluation.options import EvalOptions, Mode, TaskName
 from nsa_train.evaluation.report import check_folder
-from nsa_train.host.environment import RUNS_ON
+from nsa_train.host.environment import RUNS_ON, is_under_torchrun
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, warn
 from nsa_train.lifecycle.launch import ALONE, Meeting
 from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, heed_launcher, last_words, note_worker, reported
@@ -96,11 +97,11 @@ def run(
     # a mistyped path is refused before torch is loaded
     if step is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
-    if step not in (None, AUTO) and out is not None and (reason := RunDirectory(out).why_not_resumable()):
-        raise ConfigError(reason)
-    config = _checked_config(recipe, overrides)
     folder = out or _default_out(recipe)
     check_path("--out", folder)
+    if out is not None:
+        _check_directory(RunDirectory(out), step, dry_run=dry_run)
+    config = _checked_config(recipe, overrides)
     flags = ["--synthetic-on-fail"] if synthetic_on_fail else []
     typed = ["run", recipe, "--out", str(folder), *as_sets(overrides), *meeting.words(), *flags]
     again = GoingOn(saved=[*typed, "--resume"], begun=[*typed, "--resume", "auto"])
@@ -162,6 +163,21 @@ def preflight(
     return _judged(
         lambda: _judge(_checked_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
     )
+
+
+def _check_directory(run: RunDirectory, step: int | None, *, dry_run: bool) -> None:
+    """Raise ConfigError if `run` cannot be started or resumed in its directory, as far as that shows without torch."""
+    if step == AUTO:
+        return
+    if step is not None:
+        reason = run.why_not_resumable()
+    elif dry_run or is_under_torchrun():
+        # a dry run reports this beside all else; in a launched run rank 0 may have written there
+        return
+    else:
+        reason = claimed_by_another(run.checkpoints) or run.why_not_new()
+    if reason:
+        raise ConfigError(reason)
 
 
 def _judged(judge: Callable[[], Answer]) -> Answer:

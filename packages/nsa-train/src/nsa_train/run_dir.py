@@ -80,6 +80,17 @@ class RunDirectory:
         found = "holds no run to resume (neither config.toml nor a heartbeat)" if is_there else "does not exist: no run to resume"
         return f"--out={str(self.root)!r} {found}; name the run's directory, or use --resume auto, which starts one"
 
+    def why_not_new(self) -> str:
+        """Return the message that refuses a new run here; empty if there is no run."""
+        return self.not_empty() if self.holds_run() else ""
+
+    def not_empty(self) -> str:
+        """Return the message that refuses a new run in a directory that holds anything."""
+        return (
+            f"--out={str(self.root)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
+            "or go on with that run by --resume"
+        )
+
     def stackdump(self, rank: int) -> Path:
         """Return the file to which `rank` writes the stacks of its threads on SIGUSR1."""
         return self.root / f"stackdump_rank{rank}.txt"

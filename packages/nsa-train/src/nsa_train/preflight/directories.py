@@ -27,10 +27,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
     elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
         findings.failed.append(claim)
     elif out_dir.is_dir() and not resuming and not _is_untouched(RunDirectory(out_dir)):
-        findings.failed.append(
-            f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
-            "or go on with that run by --resume"
-        )
+        findings.failed.append(RunDirectory(out_dir).not_empty())
     elif link := next((folder for folder in (out_dir, *out_dir.absolute().parents) if folder.is_symlink() and not folder.exists()), None):
         findings.failed.append(
             f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
