@@ -93,7 +93,9 @@ def test_a_table_in_a_log_has_every_name_and_figure() -> None:
     screen.print(ablation_table(plan_of(*variants), results))
     shown = screen.file.getvalue()
     assert "…" not in shown
-    cells = [[cell.split() for cell in line.split("│")] for line in shown.splitlines() if "│" in line]
+    lines = [line for line in shown.splitlines() if "│" in line]
+    assert all(line.endswith("│") for line in lines)
+    cells = [[cell.split() for cell in line.split("│")] for line in lines]
     columns = [" ".join(word for cell in column for word in cell) for column in zip(*cells, strict=True)]
     assert columns[1] == "dense, lr=0.001 * slc and win, l = 8, d = 4, lr=0.001 *"
     assert columns[2:6] == ["999,999 999,999", "200.0M 200.0M", "3 3", "0.5964 ± 0.0058 0.5964 ± 0.0058"]

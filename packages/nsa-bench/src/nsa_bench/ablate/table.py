@@ -307,7 +307,7 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
         if not title.endswith("None"):
             # on a narrow screen figures break at spaces, and names keep some width
-            table.add_column(title, justify="left" if title == "variant" else "right", min_width=12 if title == "variant" else None)
+            table.add_column(title, justify="left" if title == "variant" else "right", min_width=11 if title == "variant" else None)
     summaries = summarize(plan, results)
     has_grid = any(summary.variant.point for summary in summaries)
     for summary in summaries:
