@@ -54,6 +54,12 @@ def config(recipe: Path) -> RunConfig:
     return load_config(str(recipe))
 
 
+@pytest.mark.parametrize("key", ["train.steps", "model.attention", "train.log_every"])
+def test_settings_that_the_command_sets_are_refused(recipe: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", str(recipe), "--set", f"{key}=7"]) == 2
+    assert f"--set {key}=7 is not read (this command sets {key}); leave it out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_both_twins_are_trained_and_compared(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", str(recipe), "--steps", "6", "--json", str(tmp_path / "t.json"), "--csv", str(tmp_path / "t.csv"), "--commit", "abc"]
     assert run_command(words) == 0

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.errors import BenchError, OptionError
+from nsa_bench.launching import environment_of_run, stopped_by_signals
 from nsa_bench.results import Output, facts_of
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
@@ -75,6 +76,11 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
     """
     if steps < LEAST_STEPS:
         raise OptionError(f"--steps={steps} leaves no steady step to time (the first ones warm up); use {LEAST_STEPS} or more")
+    # those that all twins have: model.layers of a recipe stays with one of them
+    sets = [{setting.partition("=")[0] for setting in twin_settings((), attention, steps)} for attention in TWINS[twins]]
+    asked = {override: override.partition("=")[0].strip() for override in overrides}
+    if ignored := [override for override, key in asked.items() if key in set.intersection(*sets)]:
+        raise OptionError.of([f"--set {override} is not read (this command sets {asked[override]}); leave it out" for override in ignored])
     try:
         configs = [load_config(recipe, twin_settings(overrides, attention, steps)) for attention in TWINS[twins]]
     except ConfigError as error:
@@ -121,7 +127,8 @@ def run_twin(recipe: str, overrides: Sequence[str], attention: str, *, steps: in
     sets = twin_settings(overrides, attention, steps)
     words = [word for override in sets for word in ("--set", override)]
     command = [sys.executable, "-m", "nsa_train", "run", recipe, "--out", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with stopped_by_signals():
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment_of_run())
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return TrainingResult(attention=attention, failure=f"exit code {done.returncode}: {lines[-1]}")

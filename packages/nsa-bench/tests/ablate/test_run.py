@@ -4,8 +4,11 @@ import csv
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.ablate.table import read_earlier
 from nsa_bench.cli import run_command
 from nsa_bench.errors import OptionError
+from nsa_train.checkpoint.claim import claimed_by_another
 
 FINISHES = "import sys; open(sys.argv[1], 'w').write('{}')"
 FAILS = "import sys; sys.exit('it cannot be')"
@@ -153,6 +157,45 @@ def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: 
     assert any("0.03 minutes are over" in line for line in said)
 
 
+def wait_until(holds: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until `holds()` is true."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_trial_saves_and_ends_with_its_ablation(plan_file: Path, number: signal.Signals) -> None:
+    plan_file.write_text(
+        plan_file.read_text().replace("train.steps = 2", "train.steps = 4000").replace('eval_every" = 1', 'eval_every" = 4000')
+    )
+    out = plan_file.parent / "out"
+    run = TrialFolder(out, load_plan(str(plan_file)).trials[0]).run
+    with subprocess.Popen(
+        [sys.executable, "-m", "nsa_bench", "ablate", str(plan_file), "--out", str(out)], start_new_session=True
+    ) as ablation:
+        wait_until(lambda: run.training.exists() and len(run.training.read_text().splitlines()) > 3)
+        ablation.send_signal(number)
+        ablation.wait(60)
+    wait_until(lambda: claimed_by_another(run.checkpoints) is None)
+    assert list(run.checkpoints.glob("step-*"))
+
+
+def test_every_trial_is_checked_before_the_first_starts(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", "[arms.nsa]\nmodel.vocab_size = 5"))
+    assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nsa, lr=0.001: model.vocab_size=5 is below" in said
+    assert "dense" not in said
+    assert not (plan_file.parent / "out").exists()
+
+
+def test_a_failure_is_told_by_the_runs_own_last_message(folders: list[TrialFolder]) -> None:
+    folders[0].log.write_text("step 0001\nnsa-train: belongs to another process\nstep 0002 of that process\n")
+    assert running._ended(folders[0], 2).endswith("): nsa-train: belongs to another process")
+
+
 @pytest.mark.parametrize(
     ("code", "word"), [(0, "finished"), (75, "saved"), (130, "saved"), (-15, "stopped"), (1, "FAILED"), (-9, "FAILED")]
 )
@@ -186,6 +229,8 @@ def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialF
         (["--minutes", "0"], "--minutes=0 leaves no time; use 9, for instance"),
         (["--minutes", "nan"], "--minutes=nan leaves no time"),
         (["--set", "train.lrr=3"], "train.lrr is unknown"),
+        (["--set", "train.lr=3"], "--set train.lr=3 is not read (section grid of plan.toml sets it); change it there"),
+        (["--set", "model.attention='nsa'"], "--set model.attention='nsa' is not read (section arms.dense of plan.toml sets it)"),
         (["--png", "/nowhere/a.png"], "No such file or directory: '/nowhere/a.png'; give a path that can be written"),
     ],
 )

@@ -69,6 +69,15 @@ def test_a_text_run_leaves_out_what_its_positions_are_too_few_for(
     assert "loss-by-position" in captured.out and "passkey" not in captured.out
 
 
+def test_without_lengths_a_task_takes_those_of_the_defaults_that_are_long_enough(needle_run: Path, tmp_path: Path) -> None:
+    """16 pairs do not fit into half of the 128 positions."""
+    pairs = ("--pairs", "16")
+    assert run_command(["eval", str(needle_run), "--out", str(tmp_path), *QUICK, "--tasks", "mqar,copy", *pairs]) == 0
+    figures = json.loads((tmp_path / "eval.json").read_text())["figures"]
+    lengths = {task: {one["length"] for one in figures if one["task"] == task} for task in ("mqar", "copy")}
+    assert lengths == {"mqar": {128}, "copy": {64, 128}}
+
+
 def test_an_export_is_evaluated_on_a_text(tiny_run: RunDirectory, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     export, text = tmp_path / "export", tmp_path / "text.txt"

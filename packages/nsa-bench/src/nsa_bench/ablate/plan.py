@@ -131,6 +131,8 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
         raise OptionError(
             f"--set {SEED}={_keys(common)[SEED]!r} is not read (each trial has one of the plan's seeds); change seeds in {path.name}"
         )
+    if problems := list(_unread(content, _keys(common), path.name)):
+        raise OptionError.of(problems)
     trials = tuple(_trials(content, base, _keys(common), path.name))
     if problems := list(broken_names([trial.name for trial in trials])):
         raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
@@ -172,6 +174,14 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _settings_of_seeds(content)
 
 
+def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[str]:
+    """Yield each override of a key that the grid or an arm sets."""
+    places = {"grid": content.get("grid", {}), **{f"arms.{name}": keys for name, keys in content["arms"].items()}}
+    for place, table in places.items():
+        for key in overrides.keys() & _keys(table).keys():
+            yield f"--set {key}={overrides[key]!r} is not read (section {place} of {source} sets it); change it there"
+
+
 def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield each table that sets the seed of trials, which have those of the plan."""
     arms = content.get("arms")
@@ -199,15 +209,25 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     # counted before the points are made, which may be more than memory holds
     if (count := len(seeds) * len(content["arms"]) * math.prod(map(len, grid.values()))) > MOST_TRIALS:
         raise OptionError(f"{source}: {count:,} trials are more than {MOST_TRIALS:,}; cut the grid")
+    problems = [
+        f"{source}: grid.{key}={values!r} has equal values (they would be one line of the table); name each once"
+        for key, values in grid.items()
+        if len(set(map(_plain, values))) < len(values)
+    ]
+    if problems:
+        raise OptionError.of(problems)
     points = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
                 settings = {**common, **_keys(keys), **dict(point), SEED: seed}
-                # as hashable parts of a dictionary key
-                plain = tuple((key, value if isinstance(value, int | float | str | bool) else str(value)) for key, value in point)
-                variant = Variant(arm, plain)
+                variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
+
+
+def _plain(value: Any) -> int | float | str:
+    """Return a value of the grid as a part of a dictionary's key."""
+    return value if isinstance(value, int | float | str) else str(value)
 
 
 def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RunConfig:

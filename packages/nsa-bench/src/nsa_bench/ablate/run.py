@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from attrs import frozen
 
 from nsa_bench.ablate.plan import Trial
 from nsa_bench.errors import OptionError
-from nsa_train.errors import INTERRUPTED, TerminatedError
+from nsa_bench.launching import environment_of_run, stopped_by_signals
+from nsa_train.errors import INTERRUPTED, TerminatedError, TrainError
 from nsa_train.files import written_whole
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import to_toml
@@ -76,6 +77,28 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     return folders
 
 
+def check_trials(trials: Iterable[Trial], root: Path) -> None:
+    """Check every rule of the trials below `root` that are not finished, as `nsa-train preflight` does; one seed of each variant.
+
+    Raises:
+        OptionError: with a line for each rule that a trial breaks.
+    """
+    unfinished = {trial.variant: TrialFolder(root, trial) for trial in trials if not TrialFolder(root, trial).judged.is_file()}
+    problems = [f"{variant}: {line}" for variant, folder in unfinished.items() for line in _failed(folder)]
+    if problems:
+        raise OptionError.of(problems)
+
+
+def _failed(folder: TrialFolder) -> list[str]:
+    """Return the rules that a trial breaks, a line each."""
+    from nsa_train.preflight.judge import run_preflight
+
+    try:
+        return run_preflight(folder.trial.config, folder.run.root, resuming=folder.run.holds_run()).failed
+    except TrainError as error:
+        return str(error).splitlines()
+
+
 def _is_recipe_of(folder: TrialFolder) -> bool:
     """Return True if the recipe that was written is the trial's, whatever its spelling."""
     try:
@@ -96,8 +119,8 @@ def run_trials(
     """Run the unfinished trials, at most `side_by_side` at a time; return whether all were started and ended by themselves.
 
     `after_each` is called when a trial has ended. With several `gpus`, as CUDA_VISIBLE_DEVICES names them, a trial runs on the one that has
-    the fewest trials. After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call continues them. A trial that fails
-    stops no other trial; its log says why.
+    the fewest trials. After `minutes`, at Ctrl-C, SIGTERM and SIGHUP, and if this process is killed, the runs save and end; the next call
+    continues them. A trial that fails stops no other trial; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
     running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
@@ -105,29 +128,27 @@ def run_trials(
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    # SIGTERM is handled like Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        while waiting or running:
-            while waiting and len(running) < side_by_side:
-                folder = waiting.pop(0)
-                taken = [gpu_of[other] for other in running]
-                # None: it sees the GPUs of this process
-                gpu = gpu_of[folder] = min(gpus, key=taken.count) if len(gpus) > 1 else None
-                say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
-                running[folder] = _started(folder, gpu)
-            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                say(_ended(folder, running.pop(folder).returncode))
-                after_each()
-            if deadline is not None and time.monotonic() > deadline and (waiting or running):
-                say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
-                return False
-            time.sleep(POLL_S)
+        with stopped_by_signals():
+            while waiting or running:
+                while waiting and len(running) < side_by_side:
+                    folder = waiting.pop(0)
+                    taken = [gpu_of[other] for other in running]
+                    # None: it sees the GPUs of this process
+                    gpu = gpu_of[folder] = min(gpus, key=taken.count) if len(gpus) > 1 else None
+                    say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
+                    running[folder] = _started(folder, gpu)
+                for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                    say(_ended(folder, running.pop(folder).returncode))
+                    after_each()
+                if deadline is not None and time.monotonic() > deadline and (waiting or running):
+                    say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
+                    return False
+                time.sleep(POLL_S)
     except KeyboardInterrupt:
         say(f"stopped: {len(waiting) + len(running)} trials are left for the next call")
         return False
     finally:
-        signal.signal(signal.SIGTERM, before)
         # every run saves and ends; a second signal ends this process at once
         for process in running.values():
             with suppress(ProcessLookupError):
@@ -153,7 +174,7 @@ def visible_gpus() -> list[str]:
 
 
 def _started(folder: TrialFolder, gpu: str | None) -> "subprocess.Popen[bytes]":
-    environment = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}  # noqa: TID251 - a process gets its GPU so
+    environment = environment_of_run() if gpu is None else environment_of_run(CUDA_VISIBLE_DEVICES=gpu)
     with folder.log.open("ab") as log:
         # a separate session, so that only this process receives Ctrl-C and passes it on once
         return subprocess.Popen(
@@ -169,4 +190,6 @@ def _ended(folder: TrialFolder, code: int) -> str:
     if code == -signal.SIGTERM:
         return f"stopped {folder.trial.name} before it had anything to save"
     lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {lines[-1] if lines else 'it said nothing'}"
+    # another process may write to the log too
+    said = [line for line in lines if line.startswith("nsa-train: ")] or lines or ["it said nothing"]
+    return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {said[-1]}"

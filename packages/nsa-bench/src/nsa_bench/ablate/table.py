@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
-from nsa_bench.ablate.run import TrialFolder, prepare, run_trials, visible_gpus
+from nsa_bench.ablate.run import TrialFolder, check_trials, prepare, run_trials, visible_gpus
 from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
@@ -53,7 +53,9 @@ def run_ablation(
     known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
     trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
     output.check_files(png_file)
-    folders = prepare(trials, out or Path("ablations") / plan.name)
+    root = out or Path("ablations") / plan.name
+    check_trials(trials, root)
+    folders = prepare(trials, root)
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
 
@@ -307,7 +309,8 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
         if not title.endswith("None"):
             # on a narrow screen figures break at spaces, and names keep some width
-            table.add_column(title, justify="left" if title == "variant" else "right", min_width=11 if title == "variant" else None)
+            is_name = title == "variant"
+            table.add_column(title, justify="left" if is_name else "right", min_width=11 if is_name else None, overflow="fold")
     summaries = summarize(plan, results)
     has_grid = any(summary.variant.point for summary in summaries)
     for summary in summaries:

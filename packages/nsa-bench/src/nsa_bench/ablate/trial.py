@@ -18,6 +18,7 @@ from nsa_train.data.stream import open_validation
 from nsa_train.evaluation.positions import Bucket, loss_by_position
 from nsa_train.files import written_whole
 from nsa_train.host.routing import DTYPES
+from nsa_train.lifecycle.outcomes import heed_launcher
 from nsa_train.parallel.world import local_device
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
@@ -54,4 +55,5 @@ def judge_run(out: RunDirectory, config: RunConfig, device: torch.device) -> lis
 
 
 if __name__ == "__main__":
+    heed_launcher()
     sys.exit(run_trial(Path(sys.argv[1]), Path(sys.argv[2])))

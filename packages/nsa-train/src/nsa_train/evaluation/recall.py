@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 def passkey(subject: Subject) -> Iterator[Figure]:
     """Yield the share of pass keys that the model answers in every token, by length, depth and mode."""
     depths, samples = subject.options.depths, subject.options.samples
-    for length in subject.lengths:
+    for length in subject.lengths_from(least_passkey(subject)):
         for depth in (index / max(depths - 1, 1) for index in range(depths)):
             names = [f"passkey {length} {depth} {sample}" for sample in range(samples)]
             asked = [passkey_of(subject, length, depth, name) for name in names]
@@ -99,7 +99,7 @@ def mqar(subject: Subject) -> Iterator[Figure]:
     `guessed` is the share that is right by elimination: by drawing among the values that no question has used yet.
     """
     samples = subject.options.samples
-    for length in subject.lengths:
+    for length in subject.lengths_from(least_mqar(subject)):
         task = _task(subject, length, pairs=subject.alphabet.pairs)
         right = dict.fromkeys(subject.modes, 0)
         for sample in range(samples):
@@ -138,7 +138,7 @@ def copy(subject: Subject) -> Iterator[Figure]:
     The span takes a quarter of a sequence, and is at its beginning and at its end; random ids are between.
     """
     samples = subject.options.samples
-    for length in subject.lengths:
+    for length in subject.lengths_from(least_copy(subject)):
         span = length // COPIED
         for mode in subject.modes:
             sums = np.zeros(4)

@@ -62,6 +62,10 @@ class Subject:
         most = self.opened.max_position
         return self.options.lengths or tuple(dict.fromkeys((max(2, most // 2), most)))
 
+    def lengths_from(self, least: int) -> tuple[int, ...]:
+        """Return the requested lengths, or those of `lengths` that have `least` tokens or more."""
+        return self.options.lengths or tuple(length for length in self.lengths if length >= least)
+
     @property
     def plain_ids(self) -> NDArray[np.int64]:
         """Return the ids of text: all except the separator and the pad."""

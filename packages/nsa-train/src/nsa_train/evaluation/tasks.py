@@ -67,12 +67,14 @@ def _without_choice(subject: Subject) -> list[str]:
 
 
 def _too_short(least: Callable[[Subject], int]) -> Callable[[Subject], list[str]]:
-    """Return a function that reports the shortest length if it is below `least` of a model."""
+    """Return a function that reports the shortest requested length, or else the model's positions, if they are below `least` of a model."""
 
     def problems(subject: Subject) -> list[str]:
-        shortest, needed = min(subject.lengths), least(subject)
+        shortest, needed = min(subject.options.lengths, default=subject.opened.max_position), least(subject)
         if shortest >= needed:
             return []
+        if not subject.options.lengths:
+            return [f"needs sequences of at least {needed} tokens (the model has {shortest} positions); leave it out"]
         return [f"needs sequences of at least {needed} tokens (--lengths has {shortest}); use --lengths {needed}"]
 
     return problems

@@ -40,7 +40,7 @@ SHARED_ERRORS = (PeerError, StoppedError, GuardError, SignalledError)
 STOP = "stop"
 """The file by which the launcher reports that it received SIGTERM, SIGHUP or Ctrl-C."""
 LAUNCHER = "NSA_TRAIN_LAUNCHER"
-"""Environment variable of the workers with the launcher's process id."""
+"""Environment variable of the workers, and of the runs that `nsa-bench` starts, with the launcher's process id."""
 LOOK_S = 0.5
 """Seconds between two checks that the launcher still runs."""
 _PARENT = os.getppid()
@@ -97,9 +97,14 @@ def is_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in ENVIRONMENT
 
 
+def has_launcher() -> bool:
+    """Return whether a launcher started this process: ours, the agent of a user's own torchrun, or `nsa-bench`."""
+    return is_worker() or LAUNCHER in ENVIRONMENT
+
+
 def has_lost_launcher() -> bool:
-    """Return whether this process is a worker whose launcher has ended: our launcher, or the agent of a user's own torchrun."""
-    if not is_worker():
+    """Return whether a launcher started this process and has ended."""
+    if not has_launcher():
         return False
     if os.getppid() != _PARENT:
         return True
@@ -114,14 +119,14 @@ def has_lost_launcher() -> bool:
 
 
 def heed_launcher() -> None:
-    """Send SIGTERM to this worker once its launcher has ended, for any reason; do nothing if no launcher started this process."""
+    """Send SIGTERM to this process once its launcher has ended, for any reason; do nothing if no launcher started it."""
 
     def look() -> None:
         while not has_lost_launcher():
             time.sleep(LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if is_worker():
+    if has_launcher():
         threading.Thread(target=look, name="launcher", daemon=True).start()
 
 
