@@ -22,7 +22,7 @@ from nsa_core import (
     explain_routing,
     sliding_window_attention,
 )
-from nsa_core.backends.base import BranchOutput
+from nsa_core.backends.base import BranchOutput, Keys, Queries
 from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_kernels_cuda.flash_attention import providers
@@ -50,7 +50,7 @@ class PlainTorch:
         return self.capability.reasons_against(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
-        assert q.shape[1] == k.shape[1] == v.shape[1] > 0
+        assert q.shape[0] > 0 and q.shape[1] == k.shape[1] == v.shape[1] > 0
         assert all(x.stride(-1) == 1 for x in (q, k, v))
         exact = torch.promote_types(q.dtype, torch.float32)
         keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2).to(exact) for x in (k, v))
@@ -107,6 +107,15 @@ def test_it_conforms_without_a_gradient_of_lse(operation):
     report = check_backend(backend_of(operation, OUT_ONLY))
     assert len(report.passed) >= 20
     assert len([each for each in report.declined if "gradient of lse" in each]) == len(report.passed)
+
+
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_empty_batch_needs_no_provider(operation):
+    q, k, v = (torch.zeros(0, 17, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    result = backend_of(operation)(Queries(q, 17), Keys(k, v, 17), geometry=SIZES, scale=1.0)
+    assert (result.out.shape, result.lse.shape) == ((0, 17, 4, 8), (0, 17, 4))
+    assert [x.shape for x in torch.autograd.grad(result.out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 7, 8, 9, 11, 12, 13, 40])

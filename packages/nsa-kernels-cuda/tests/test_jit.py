@@ -149,6 +149,23 @@ def test_an_architecture_that_nvrtc_does_not_know_is_a_reason(nvrtc):
     assert "does not compile choose.cu for sm_990" in str(decision)
 
 
+class BrokenImport:
+    """Raises for `cuda.core` what a version raises that does not fit cuda-bindings."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "cuda.core":
+            raise AttributeError("module 'cuda.bindings' has no attribute 'x'")
+
+
+def test_a_package_whose_import_fails_in_another_way_is_a_reason_too(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("cuda.core")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [BrokenImport(), *sys.meta_path])
+    decision = chosen()
+    assert decision.chosen == "sdpa"
+    assert "do not import here (module 'cuda.bindings' has no attribute 'x')" in str(decision)
+
+
 @pytest.mark.parametrize("name", ["cuda.core", "cuda.bindings"])
 def test_a_missing_package_is_a_reason_with_its_fix(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)

@@ -109,6 +109,20 @@ def test_auto_asks_only_backends_of_the_operation():
     assert chosen(registry) == "window"
 
 
+@pytest.mark.parametrize("name", ["auto", "second"])
+def test_a_call_asks_no_backend_after_the_one_that_serves(name):
+    """Some compile a kernel to find their reasons; an explanation asks all."""
+    backends = [
+        CountingBackend(name="first", level=3, policy=("slow",)),
+        *(CountingBackend(name=each, level=2) for each in ("second", "third")),
+    ]
+    registry = BackendRegistry(tuple(backends))
+    assert registry.resolve(REQUEST, name).name == "second"
+    assert [backend.num_asked for backend in backends] == [int(name == "auto"), 1, 0]
+    registry.explain(REQUEST, name)
+    assert [backend.num_asked for backend in backends] == [int(name == "auto") + 1, 2, 1]
+
+
 def test_a_preference_may_depend_on_the_request():
     class Short(CountingBackend):
         def preference(self, request):
@@ -195,9 +209,9 @@ def test_a_request_is_routed_once():
     registry = registry_of({"name": "first"}, {"name": "second", "level": 0})
     for _ in range(3):
         registry.resolve(REQUEST)
-    assert [backend.num_asked for backend in registry.backends] == [1, 1]
+    assert [backend.num_asked for backend in registry.backends] == [1, 0]
     registry.resolve(BranchRequest(operation=Operation.WIN, num_queries=2))
-    assert [backend.num_asked for backend in registry.backends] == [2, 2]
+    assert [backend.num_asked for backend in registry.backends] == [2, 0]
 
 
 def test_routes_are_remembered_apart_for_each_name():

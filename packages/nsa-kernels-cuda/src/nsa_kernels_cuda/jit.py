@@ -107,7 +107,8 @@ def nvrtc_version() -> tuple[int, int]:
     try:
         import cuda.core  # noqa: F401 - it needs cuda-bindings
         from cuda.bindings import nvrtc
-    except ImportError as error:
+    # versions that do not fit each other may raise anything
+    except Exception as error:
         raise KernelBuildError(
             f"CUDA C++ is compiled through cuda-core and cuda-bindings, which do not import here ({error}); "
             "pip install --upgrade cuda-core 'cuda-bindings==13.*', or 12.* with torch for CUDA 12"

@@ -19,6 +19,8 @@ bits may be off; just below EXTREME they would change the one weight of a row by
 """
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
 """Bound on the rounding of a score and of its lse together, as a share of the score."""
+EXTREME_SHIFT = tl.constexpr(2.0**22 * (1 - 2.0**-21))
+"""The smallest size of a shift that `shift_of` has lowered as EXTREME."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
 """Below this shift a sum of weights is exact enough to show a lack of 2^-12; calls with larger shifts run the loops for extremes."""
 HUGE = tl.constexpr(2.0**63)

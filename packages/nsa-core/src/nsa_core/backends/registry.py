@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from nsa_core.backends.base import BranchBackend, BranchRequest, NotingBackend, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
@@ -123,19 +123,17 @@ class BackendRegistry:
     def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
         """Return the decision for `request` and every reason behind it; raises nothing for an incapable choice."""
         found = [
-            Candidate(
-                name=known.name,
-                preference=known.preference(request),
-                reasons=tuple(known.reasons_against(request)),
-                notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else (),
-            )
-            for known in self.backends
-            if known.operation == request.operation
+            evolve(_candidate(known, request), notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else ())
+            for known in self._by_preference(request)
         ]
-        found.sort(key=lambda candidate: (-candidate.preference, candidate.name))
         takers = [c for c in found if (c.is_eligible if backend == AUTO else c.name == backend and c.is_capable)]
         chosen = takers[0].name if takers else None
         return RoutingDecision(request=request, backend=backend, chosen=chosen, candidates=tuple(found))
+
+    def _by_preference(self, request: BranchRequest) -> list[BranchBackend]:
+        """Return the backends of the request's operation, most preferred first."""
+        found = [known for known in self.backends if known.operation == request.operation]
+        return sorted(found, key=lambda known: (-known.preference(request), known.name))
 
     def resolve(self, request: BranchRequest, backend: str = AUTO) -> BranchBackend:
         """Return the backend that serves `request`.
@@ -184,27 +182,39 @@ class BackendRegistry:
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:
         if backend != AUTO:
             self.named(request.operation, backend)
-        decision = self.explain(request, backend)
-        if decision.chosen is None:
-            if optional and backend == AUTO:
-                return -1
-            why = (
-                "no backend serves this request (backend='auto' takes an eligible one); "
-                "name one that only policy refuses, or fix the reasons against them"
-                if backend == AUTO
-                else f"backend {backend!r} cannot serve this request (a named backend never falls back); "
-                f"use backend='auto' or fix the reasons against it"
-            )
-            raise BackendUnavailableError(f"{why}:\n{decision}")
-        index = self._indices[decision.chosen, request.operation]
-        [reasons] = [candidate.reasons for candidate in decision.candidates if candidate.name == decision.chosen]
-        if reasons and index not in self._warned:
+        for known in self._by_preference(request):
+            # backends after the one that serves are not asked: some compile a kernel to answer
+            if backend in (AUTO, known.name):
+                candidate = _candidate(known, request)
+                if candidate.is_eligible or (candidate.is_capable and backend != AUTO):
+                    return self._taken(candidate, request)
+        if optional and backend == AUTO:
+            return -1
+        why = (
+            "no backend serves this request (backend='auto' takes an eligible one); "
+            "name one that only policy refuses, or fix the reasons against them"
+            if backend == AUTO
+            else f"backend {backend!r} cannot serve this request (a named backend never falls back); "
+            f"use backend='auto' or fix the reasons against it"
+        )
+        raise BackendUnavailableError(f"{why}:\n{self.explain(request, backend)}")
+
+    def _taken(self, candidate: Candidate, request: BranchRequest) -> int:
+        """Return the index of the backend that serves `request`, with a warning if policy is against it."""
+        index = self._indices[candidate.name, request.operation]
+        if candidate.reasons and index not in self._warned:
             self._warned.add(index)
-            against = "; ".join(reason.message for reason in reasons)
+            against = "; ".join(reason.message for reason in candidate.reasons)
             warnings.warn(
-                f"backend {backend!r} for {request.operation.value!r} runs against policy because it was named: {against}", stacklevel=2
+                f"backend {candidate.name!r} for {request.operation.value!r} runs against policy because it was named: {against}",
+                stacklevel=2,
             )
         return index
+
+
+def _candidate(known: BranchBackend, request: BranchRequest) -> Candidate:
+    """Return `known` with its reasons against `request`, without notes."""
+    return Candidate(name=known.name, preference=known.preference(request), reasons=tuple(known.reasons_against(request)))
 
 
 def _request_of(geometry: tuple[int, ...], device_index: int, **fields: Any) -> BranchRequest:

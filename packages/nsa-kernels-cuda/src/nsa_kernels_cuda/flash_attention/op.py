@@ -51,14 +51,19 @@ def chunks_of(num_queries: int, geometry: BlockGeometry) -> Iterator[Chunks]:
 
 def attend_to_blocks(provider: Provider, q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, scale: float) -> BranchOutput:
     """Return compressed attention of q (B, S, H, D) over k and v (B, C, G, D)."""
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = _nothing_seen(q, v)
     for row in range(q.shape[0]):
         for chunks in chunks_of(q.shape[1], geometry):
             found = provider.forward(chunks.of(q[row]), chunks.expand(k[row]), chunks.expand(v[row]), scale=scale, window=None)
             chunks.of(out[row]).copy_(found.out)
             chunks.of(lse[row]).copy_(found.lse)
     return BranchOutput(out, lse)
+
+
+def _nothing_seen(q: Tensor, v: Tensor) -> BranchOutput:
+    """Return the output of queries that see no key."""
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    return BranchOutput(q.new_zeros(*q.shape[:3], v.shape[3]), lse)
 
 
 def differentiate_blocks(
@@ -91,6 +96,9 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
         with torch.cuda.device_of(q):
             if not is_window:
                 return attend_to_blocks(provider, q, k, v, geometry, scale)
+            if not q.numel():
+                # libraries refuse an empty batch
+                return _nothing_seen(q, v)
             found = provider.forward(q, k, v, scale=scale, window=geometry.window_size)
             return BranchOutput(found.out.contiguous(), found.lse.contiguous())
 
@@ -108,6 +116,8 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
         with torch.cuda.device_of(q):
             if not is_window:
                 return differentiate_blocks(provider, given, q, k, v, result, geometry, scale)
+            if not q.numel():
+                return tuple(map(torch.zeros_like, (q, k, v)))
             found = provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size)
             return tuple(x.contiguous() for x in found)
 

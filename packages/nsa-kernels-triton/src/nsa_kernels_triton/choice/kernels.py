@@ -11,6 +11,7 @@ import triton.language as tl
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
     EXTREME,
+    EXTREME_SHIFT,
     count_bits,
     cut,
     dot,
@@ -23,9 +24,6 @@ from nsa_kernels_triton.tiles import (
     visible_keys,
     wide,
 )
-
-LARGEST_SHARE = tl.constexpr(2.0**100)
-"""Limit for sums of weights, which extreme scores may make infinite: the sum of many such limits is still finite."""
 
 
 @CachedLaunch
@@ -42,8 +40,6 @@ def scores_kernel(
     HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, FIRST_STRIDE: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the importance of the free candidates of one tile of queries; grid (tiles * columns * G,).
-
-    If scores are extreme (`tiles.EXTREME`), a head's largest weights may be any number from 1 on, so that their blocks rank first.
 
     The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences). The shares in the next
     block are `next_scores` elements behind. A group's heads are HEADS rows, the next power of two, so that their sum is a reshape.
@@ -84,7 +80,8 @@ def scores_kernel(
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
     shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT, EXTREME)
-    any_extreme = tl.max(((tl.abs(shift) >= EXTREME) & (tl.abs(shift) < float("inf"))).to(tl.int32), 0)
+    is_extreme = (tl.abs(shift) >= EXTREME_SHIFT) & (tl.abs(shift) < float("inf"))
+    any_extreme = tl.max(is_extreme.to(tl.int32), 0)
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 
@@ -120,12 +117,12 @@ def scores_kernel(
             products = dot(k2, tl.trans(q2), products)
         is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
         weights = tl.where(is_visible, exponential(products * factor - shift[None, :], EXACT), 0.0)
+        if any_extreme != 0:
+            # the lowered shifts of a group's heads differ, and the largest weight of each head counts as 1
+            weights = cut(weights, tl.where(is_extreme, 1.0, float("inf"))[None, :])
         shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
         shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
         shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))
-        if any_extreme != 0:
-            # weights of extreme scores may be infinite, and are multiplied by 0
-            shares = cut(shares, LARGEST_SHARE)
         blocks = block + in_block
         mask = keeps[None, :] & (blocks < num_blocks)[:, None]
         own = tl.sum(tl.sum(shares * own_weight[None, :, None, None], 1), 2)

@@ -23,7 +23,7 @@ from nsa_kernels_triton.hopper.tiles import (
     start_scores,
     visible_keys,
 )
-from nsa_kernels_triton.tiles import EXTREME
+from nsa_kernels_triton.tiles import EXTREME, EXTREME_SHIFT
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def _store(
         keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
         if tail < 0:
             # weights of extreme rows are at most 1
-            exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME, float("inf"), 0.0)[:, None])
+            exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME_SHIFT, float("inf"), 0.0)[:, None])
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
     # after the masks, so that the assembler can sum some weights while others are computed
     weights = gl.exp2(exponents)
@@ -268,7 +268,7 @@ def _score(
             lse = gl.load(lse_ptr + heads, mask=exists, other=float("-inf"))
             shift = shift_of(lse, False, EXTREME)
             size = gl.abs(shift)
-            extreme = gl.max(((size >= EXTREME) & (size < float("inf"))).to(gl.int32), 0)
+            extreme = gl.max(((size >= EXTREME_SHIFT) & (size < float("inf"))).to(gl.int32), 0)
             _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
             # the first query sees all keys of the blocks before `tail`, and so does every other
             _first, full_end = visible_keys(position + query0, False, SIZE, STRIDE, 1)
