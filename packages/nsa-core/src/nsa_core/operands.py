@@ -352,7 +352,7 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
             f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
             f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
         )
-    needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
+    needed = torch.arange(page_table.shape[1], device=page_table.device) < num_needed.unsqueeze(1)
     for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
         raise InputError(
             f"page_table[{b}, {entry}]={int(page_table[b, entry])} names no page of {name} (it has {num_pages}, and sequence {b} "

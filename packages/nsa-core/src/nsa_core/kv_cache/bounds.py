@@ -11,11 +11,11 @@ class HostBounds:
 
     def __init__(self, batch_size: int) -> None:
         """Start with empty sequences."""
-        self.held = torch.zeros(batch_size, dtype=torch.int64)
+        self.held = torch.zeros(batch_size, dtype=torch.int64, device="cpu")
         """int64 (B,): no sequence has more tokens."""
         self.depth = torch.zeros_like(self.held)
         """int64 (B,): the tokens of each sequence that a later one may have replaced in the rings, counted back from its end."""
-        self.planned = torch.zeros(2, batch_size, dtype=torch.int64)
+        self.planned = torch.zeros(2, batch_size, dtype=torch.int64, device="cpu")
         """int64 (2, B): `held` and `depth` once the step that has begun ends."""
 
     def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:

@@ -274,10 +274,10 @@ class NSACache:
             InputError: for other than one count of 0 or more per sequence.
         """
         try:
-            counts = torch.as_tensor(num_tokens)
+            counts = num_tokens if isinstance(num_tokens, Tensor) else torch.tensor(num_tokens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             # refused below
-            counts = torch.tensor(-1)
+            counts = torch.tensor(-1, device="cpu")
         counts = counts.expand(self.batch_size) if not counts.dim() else counts
         # an empty list has a dtype of torch's choice
         is_counted = counts.dtype in INTEGERS or not (counts.numel() or isinstance(num_tokens, Tensor))
