@@ -69,3 +69,9 @@ def check_modes(layer, kind, modes):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_default_device_decides_nothing_of_a_cache(random_layer, kind):
     check_modes(random_layer(CONFIG), kind, [lambda: torch.device("meta")] * 5)
+
+
+@pytest.mark.parametrize("on", range(5), ids=["built", *(use.__name__ for use in USES)])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_cache_that_inference_mode_built_or_changed_serves_outside_of_it(random_layer, kind, on):
+    check_modes(random_layer(CONFIG), kind, [torch.inference_mode if number == on else nullcontext for number in range(5)])

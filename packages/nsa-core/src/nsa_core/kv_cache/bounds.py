@@ -45,7 +45,8 @@ class HostBounds:
         """
         counts = counts.cpu()
         check_crop(counts, self.held, self.depth, max_rollback)
-        self.held, self.depth = self.held - counts, self.depth + counts
+        self.held.sub_(counts)
+        self.depth.add_(counts)
 
     def lost(self, _: Tensor | None = None) -> CacheOverflowError | None:
         """Return None: a cache that grows loses no token."""
@@ -62,10 +63,11 @@ class HostBounds:
 
     def reset(self, indices: Tensor | None) -> None:
         """Note that the sequences at `indices` (None: all) are empty; indices on a GPU are not read and lower no bound."""
-        if indices is None:
-            self.held, self.depth = torch.zeros_like(self.held), torch.zeros_like(self.depth)
-        elif indices.device.type == "cpu":
-            self.held, self.depth = (x.index_fill(0, indices.long(), 0) for x in (self.held, self.depth))
+        for x in (self.held, self.depth):
+            if indices is None:
+                x.zero_()
+            elif indices.device.type == "cpu":
+                x.index_fill_(0, indices.long(), 0)
 
 
 def count_step(
