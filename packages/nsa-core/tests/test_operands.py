@@ -339,6 +339,7 @@ def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anythi
     new = torch.ones(2, 3, 2, 4)
     for start, count, changes, message in [
         ([7, 0], [3, 3], {}, "reaches position 10 of a store of 8 rows"),
+        ([2**31 - 1, 0], [3, 3], {}, "reaches position 2147483650 of a store of 8 rows"),
         ([0, 0], [4, 3], {}, r"count=\[4, 3\] leaves 0 .. 3"),
         ([0], [3], {}, r"start has shape \(1,\)"),
         ([7, 0], [3, 3], {"page_table": int32([[0], [1]])}, "reaches position 10 of a store of 8 rows"),

@@ -264,7 +264,7 @@ def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry
     # if no store holds all tokens, compressed keys bound them
     whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
     bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
-    reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
+    reach, tokens = int((start.long() + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
     if reach > tokens:
         raise InputError(
             f"query_start + query_count reaches {reach} of {tokens} cached tokens "
