@@ -470,6 +470,14 @@ def test_queries_beyond_the_cached_keys_are_refused(operation):
     )
 
 
+@OPERATIONS
+@pytest.mark.parametrize("start", [2**31 - S - 1, 2**31 - S, 2**31 - 1])
+def test_a_start_near_the_end_of_int32_is_beyond_the_cached_keys_too(operation, start):
+    message = refusal(operation, options={"query_start": int32([0, start])})
+
+    assert message.startswith(f"query_start + query_count reaches {start + S} of 9 cached tokens")
+
+
 @pytest.mark.parametrize("operation", [compressed_attention, select_blocks])
 def test_queries_beyond_what_the_cached_blocks_can_stand_for_are_refused(operation):
     # 3 blocks are all those of up to 3 * 2 + 4 - 1 = 9 tokens

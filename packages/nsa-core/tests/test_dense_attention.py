@@ -94,6 +94,25 @@ def test_a_cache_is_cropped_reordered_and_reset(static: bool) -> None:
         cache.crop(10)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("on", range(3), ids=["built", "grown", "reordered"])
+def test_a_cache_that_inference_mode_built_or_changed_serves_outside_of_it(on: int, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_core.dense_attention.FIRST_CAPACITY", 6)
+    layer, x = _layer(), torch.randn(2, 11, 24, dtype=torch.float64)
+    modes = [torch.inference_mode(number == on) for number in range(3)]
+    with torch.no_grad():
+        with modes[0]:
+            cache = layer.new_cache(2, 12, static=static)
+        outs = [layer(x[:, :5], cache=cache)]
+        with modes[1]:
+            outs.append(layer(x[:, 5:8], cache=cache))
+        outs.append(layer(x[:, 8:9], cache=cache))
+        with modes[2]:
+            cache.reorder(torch.tensor([1, 0]))
+        outs.append(layer(x[[1, 0], 9:], cache=cache)[[1, 0]])
+        torch.testing.assert_close(torch.cat(outs, 1), layer(x))
+
+
 def test_biases_of_q_k_and_v_count() -> None:
     config = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4, qkv_bias=True)
     layer = DenseAttention(config).double()

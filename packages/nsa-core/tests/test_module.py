@@ -193,6 +193,20 @@ def test_norms_of_16_bits_compute_in_float32_and_round_once(dtype):
     assert (found != exact.to(dtype)).double().mean() < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_overflowed_row_without_a_gradient_gives_a_norm_none(dtype):
+    norm = HeadNorm(6).to(dtype)
+    x = torch.randn(5, 6, dtype=dtype)
+    x[3, :2], x[4] = torch.tensor([float("inf"), float("-inf")]), torch.finfo(dtype).max
+    x.requires_grad_()
+    found = torch.autograd.grad(norm(x)[:3].square().sum(), (x, norm.weight))
+    usual = x.detach()[:3].requires_grad_()
+    expected = torch.autograd.grad(norm(usual).square().sum(), (usual, norm.weight))
+    assert torch.equal(found[0][:3], expected[0])
+    assert not found[0][3:].any()
+    torch.testing.assert_close(found[1], expected[1])
+
+
 def test_under_autocast_norms_leave_the_operations_their_dtype(random_input):
     layer = NativeSparseAttention(attrs.evolve(CONFIG, qk_norm=True))
     x = random_input(1, 13, 8).float().requires_grad_()

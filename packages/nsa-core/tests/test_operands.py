@@ -1,5 +1,7 @@
 """Operands with positions: ragged rows over pages, pairs of page tables, FP8 stores, rings; and refusals."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -302,6 +304,20 @@ def test_operands_that_do_not_fit_are_refused_in_words(step, fields, message):
         attend(*changed_step(step, **fields), geometry=SMALL)
 
 
+@pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 3, 8], [0, 8, 8], [0, 5, 9], [0, 2, 4], [1, 4, 8], [0, 8, 4]])
+def test_offsets_of_compressed_keys_are_those_of_their_sequences_blocks(offsets):
+    cu_seqlens = int32([0, 20, 40])
+    q, k, gates = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8), torch.rand(1, 40, 4, 3)
+    # two rows more than there are blocks
+    k_cmp = compress_mean(k, SMALL, cu_seqlens=cu_seqlens)
+    queries, cmp = Queries(q, 20, cu_seqlens), Keys(k_cmp, k_cmp, 4, int32([0, 4, 8]))
+    expected = nsa_attention(q, k_cmp, k_cmp, None, None, None, None, gates, geometry=SMALL, cu_seqlens=cu_seqlens)
+    assert torch.equal(attend(queries, cmp, None, None, gates, geometry=SMALL), expected)
+    message = f"k_cmp.cu_seqlens={offsets} does not bound its sequences' blocks (N_c = (S - l) // d + 1 each); use [0, 4, 8]"
+    with pytest.raises(InputError, match=re.escape(message)):
+        attend(queries, cmp._replace(cu_seqlens=int32(offsets)), None, None, gates, geometry=SMALL)
+
+
 def test_a_page_table_too_narrow_for_the_queries_is_refused(mixed):
     q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
     narrow = mixed.options | {"page_table": (mixed.table, mixed.table[:, :3].contiguous())}
@@ -323,6 +339,7 @@ def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anythi
     new = torch.ones(2, 3, 2, 4)
     for start, count, changes, message in [
         ([7, 0], [3, 3], {}, "reaches position 10 of a store of 8 rows"),
+        ([2**31 - 1, 0], [3, 3], {}, "reaches position 2147483650 of a store of 8 rows"),
         ([0, 0], [4, 3], {}, r"count=\[4, 3\] leaves 0 .. 3"),
         ([0], [3], {}, r"start has shape \(1,\)"),
         ([7, 0], [3, 3], {"page_table": int32([[0], [1]])}, "reaches position 10 of a store of 8 rows"),

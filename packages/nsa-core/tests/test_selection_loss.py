@@ -195,6 +195,21 @@ def test_a_layer_takes_the_loss_of_its_training_passes(kv, compressor):
     assert layer.selection_loss.value is None
 
 
+@pytest.mark.parametrize(("shape", "bounds"), [((2, 0), None), ((0, 8), None), ((0, 0), None), ((1, 0), None), ((1, 0), [0, 0, 0])])
+@pytest.mark.parametrize("compressor", ["mean", "mlp"])
+def test_the_loss_of_an_empty_batch_is_0(compressor, shape, bounds):
+    layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY, compressor=compressor))
+    layer.selection_loss = SelectionLoss()
+
+    out = layer(torch.randn(*shape, 32), cu_seqlens=bounds and torch.tensor(bounds, dtype=torch.int32))
+
+    assert out.shape == (*shape, 32)
+    loss = layer.selection_loss.value
+    assert loss == 0
+    (out.sum() + loss).backward()
+    assert not any(weight.grad.any() for weight in layer.parameters())
+
+
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_keys_that_only_choose_get_no_gradient_of_it_and_phi_runs_once(kv):
     layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY, kv=kv, branches=("slc", "win")))

@@ -372,7 +372,7 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
             checked = batch, new.k.device
     if not rows or not checks.can_read(start):
         return
-    num_rows, reach = min(new.k.shape[1] for new in rows), int((start + count).max())
+    num_rows, reach = min(new.k.shape[1] for new in rows), int((start.long() + count).max())
     if int(count.min()) < 0 or int(count.max()) > num_rows:
         raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
     for new in rows:

@@ -99,6 +99,8 @@ class DenseCache:
         self.overflowed.zero_()
         self.bound = self.capacity if self.is_static else 0
 
+    # a tensor made in inference mode takes no write outside of it
+    @torch.inference_mode(False)
     def reorder(self, indices: Tensor) -> None:
         """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place."""
         if self.is_static and len(indices) != self.batch_size:
@@ -118,7 +120,8 @@ class DenseCache:
         if needed > self.capacity:
             rows = max(needed, 2 * self.capacity)
             rows = rows if self.max_seqlen is None else min(rows, self.max_seqlen)
-            self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - self.capacity)) for x in (self.keys, self.values))
+            with torch.inference_mode(False):
+                self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, 0, 0, rows - self.capacity)) for x in (self.keys, self.values))
         self.bound = needed
 
 
@@ -196,11 +199,13 @@ class DenseAttention(nn.Module):
         rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)
         # a new tensor, not one like the weight, which under FSDP is a shard
         weight = self.k_proj.weight
-        keys, values = (
-            torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device if device is None else device)
-            for dim in (self.dim_qk, self.dim_v)
-        )
-        return DenseCache(keys, values, max_seqlen, static=static)
+        shape = batch_size, rows + 1, self.kv_heads
+        with torch.inference_mode(False):
+            keys, values = (
+                torch.zeros(*shape, dim, dtype=weight.dtype, device=weight.device if device is None else device)
+                for dim in (self.dim_qk, self.dim_v)
+            )
+            return DenseCache(keys, values, max_seqlen, static=static)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         total, count = q.shape[1], cu_seqlens.shape[0] - 1

@@ -41,8 +41,12 @@ class HeadNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return nn.functional.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # the clamp keeps a gradient of 0 at 0, not 0 * inf, where x or 2 * x, the derivative of the square, overflowed;
+        # finite numbers beyond it give 0 with or without it, because their squares overflow
+        limit = min(torch.finfo(x.dtype).max, torch.finfo(wide).max / 4)
+        clamped = x.clamp(-limit, limit).to(wide)
+        return nn.functional.rms_norm(clamped, self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 def _of(module: nn.Module, branch: str) -> nn.Module:

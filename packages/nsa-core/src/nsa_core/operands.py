@@ -4,6 +4,7 @@ Types, shapes and extents are checked always; values on a CPU only, where readin
 """
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> N
     for ending, x in keys.items():
         if x is not None:
             _check_stores(queries.q, x, ending)
-            _check_fields(queries, x, ending)
+            _check_fields(queries, x, ending, geometry)
     reach = _check_positions(queries, keys, geometry)
     for ending, x in keys.items():
         if x is None:
@@ -209,7 +210,7 @@ def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
         )
 
 
-def _check_fields(queries: Queries, x: Keys, ending: str) -> None:
+def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
     """Raise InputError unless the placement of one branch's Keys belongs to the queries'."""
     q, cu_seqlens, is_step, name = queries.q, queries.cu_seqlens, queries.start is not None, f"k{ending}"
     num_sequences, is_packed = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, cu_seqlens is not None and not is_step
@@ -230,10 +231,17 @@ def _check_fields(queries: Queries, x: Keys, ending: str) -> None:
     if x.cu_seqlens is not None:
         checks.check_tensor(f"{name}.cu_seqlens", x.cu_seqlens, (num_sequences + 1,), "(N + 1,)", q, torch.int32)
     if checks.can_read(x.cu_seqlens) and cu_seqlens is not None:
-        offsets = x.cu_seqlens.tolist()
-        is_same = ending == "_cmp" or offsets == cu_seqlens.tolist()
-        if offsets[0] != 0 or sorted(offsets) != offsets or not is_same:
-            raise InputError(f"{name}.cu_seqlens={offsets} does not bound its sequences' rows (0 first, never less); use the queries' own")
+        _check_offsets(x.cu_seqlens.tolist(), cu_seqlens.tolist(), ending, geometry)
+
+
+def _check_offsets(found: list[int], expected: list[int], ending: str, geometry: BlockGeometry) -> None:
+    """Raise InputError unless a branch's offsets are the queries' own, `expected`, or those of their compressed blocks."""
+    rule = "rows (they are the queries' tokens)"
+    if ending == "_cmp":
+        counts = (blocks.num_compressed_blocks(last - first, geometry) for first, last in pairwise(expected))
+        expected, rule = [*accumulate(counts, initial=0)], "blocks (N_c = (S - l) // d + 1 each)"
+    if found != expected:
+        raise InputError(f"k{ending}.cu_seqlens={found} does not bound its sequences' {rule}; use {expected}")
 
 
 def _row_counts(queries: Queries) -> Tensor | int:
@@ -256,7 +264,7 @@ def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry
     # if no store holds all tokens, compressed keys bound them
     whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
     bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
-    reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
+    reach, tokens = int((start.long() + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
     if reach > tokens:
         raise InputError(
             f"query_start + query_count reaches {reach} of {tokens} cached tokens "
@@ -344,7 +352,7 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
             f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
             f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
         )
-    needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
+    needed = torch.arange(page_table.shape[1], device=page_table.device) < num_needed.unsqueeze(1)
     for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
         raise InputError(
             f"page_table[{b}, {entry}]={int(page_table[b, entry])} names no page of {name} (it has {num_pages}, and sequence {b} "

@@ -48,7 +48,7 @@ class SelectionLoss:
         """The loss of the last pass, with its gradient."""
 
     def rows(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return int64 `(num_samples,)`: the queries that a pass over `num_rows` rows compares."""
+        """Return int64 `(num_samples,)`: the queries that a pass over `num_rows` rows compares; none of 0 rows."""
         return sample_rows(num_rows, self.num_samples, torch.zeros((), device=device) if self.offset is None else self.offset)
 
     def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
@@ -59,10 +59,11 @@ class SelectionLoss:
 
 
 def sample_rows(num_rows: int, num_samples: int, offset: Tensor) -> Tensor:
-    """Return int64 `(num_samples,)`: rows at equal distances among `num_rows`, moved by `offset`, a number from 0 to 1."""
+    """Return int64 `(num_samples,)`: rows at equal distances among `num_rows`, moved by `offset`, a number from 0 to 1; none of 0 rows."""
     steps = (torch.arange(num_samples, device=offset.device, dtype=torch.float64) + offset) / num_samples
     # rounding may reach num_rows
-    return (steps * num_rows).long().clamp(max=num_rows - 1)
+    rows = (steps * num_rows).long().clamp(max=num_rows - 1)
+    return rows if num_rows else rows[:0]
 
 
 def block_mass(
@@ -102,7 +103,8 @@ def block_mass(
         key = torch.arange(len(keys), device=keys.device)
         in_block = _one_hot(positions_from_cu_seqlens(bounds, len(keys)) // geometry.selection_block_size, num_blocks).to(wide)
         found = []
-        for part in range(0, len(queries), CHUNK):
+        # one part at least, so that no queries give no rows
+        for part in range(0, max(len(queries), 1), CHUNK):
             some = slice(part, part + CHUNK)
             scores = torch.einsum("mghd,kgd->mghk", queries[some], keys)
             visible = (key >= sampled.start[some].unsqueeze(1)) & (key <= rows[some].unsqueeze(1))

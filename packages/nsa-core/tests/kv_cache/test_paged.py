@@ -107,6 +107,19 @@ def test_a_page_that_others_share_is_never_written(random_layer, random_input, s
     assert cache.lengths.tolist() == [10, 10]
 
 
+@pytest.mark.parametrize("reserved", [0, 13])
+def test_a_step_beyond_max_seqlen_gets_the_error_of_a_contiguous_cache(random_layer, random_input, reserved):
+    layer, x = random_layer(CONFIG), random_input(2, 14, 8)
+    paged, contiguous = layer.new_cache(2, 13, page_size=8), layer.new_cache(2, 13)
+    paged.reserve(0, reserved, length=0)
+    # sequence 0 may lack pages, but only sequence 1 passes max_seqlen
+    message = "sequence 1 would hold 14 tokens (the cache was built for max_seqlen=13); build it with new_cache(2, 14) or append at most 13"
+    for cache in (paged, contiguous):
+        with pytest.raises(CacheOverflowError) as caught:
+            layer(x, cache=cache, query_count=int32([3, 14]))
+        assert str(caught.value) == message
+
+
 def test_freed_pages_serve_another_sequence(random_layer, random_input):
     layer, x = random_layer(CONFIG), random_input(2, 16, 8)
     cache = layer.new_cache(2, 16, page_size=4, num_pages=4, static=True)

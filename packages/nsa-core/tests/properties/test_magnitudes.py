@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -187,14 +188,20 @@ def test_forced_blocks_and_their_number_survive_scores_of_any_magnitude(magnitud
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(
-    ("compressor", "gate", "rope"), [("mlp", "softmax", "block_end"), ("conv", "sigmoid", "block_end"), ("mean", "sigmoid", "tokens")]
+    ("compressor", "gate", "rope", "qk_norm"),
+    [
+        ("mlp", "softmax", "block_end", False),
+        ("conv", "sigmoid", "block_end", False),
+        ("mean", "sigmoid", "tokens", False),
+        ("mean", "sigmoid", "block_end", True),
+    ],
 )
 @pytest.mark.parametrize(("dtype", "magnitude"), CASES)
 def test_a_huge_future_never_changes_the_past_of_a_layer(
-    compressor: Any, gate: Any, rope: Any, packed: bool, dtype: torch.dtype, magnitude: float, random_layer: Any
+    compressor: Any, gate: Any, rope: Any, qk_norm: bool, packed: bool, dtype: torch.dtype, magnitude: float, random_layer: Any
 ) -> None:
     config = NSAConfig(16, 4, 2, 8, 8, geometry=SMALL, gate_hidden_size=8, compressor=compressor, gate=gate, compressed_rope=rope)
-    layer = random_layer(config, dtype=dtype)
+    layer = random_layer(attrs.evolve(config, qk_norm=qk_norm), dtype=dtype)
     x = torch.randn(1, 41, 16, generator=torch.Generator().manual_seed(3)).to(dtype)
     cu_seqlens = torch.tensor([0, 15, 15, 41], dtype=torch.int32) if packed else None
 

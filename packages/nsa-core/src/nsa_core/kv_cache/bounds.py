@@ -11,11 +11,11 @@ class HostBounds:
 
     def __init__(self, batch_size: int) -> None:
         """Start with empty sequences."""
-        self.held = torch.zeros(batch_size, dtype=torch.int64)
+        self.held = torch.zeros(batch_size, dtype=torch.int64, device="cpu")
         """int64 (B,): no sequence has more tokens."""
         self.depth = torch.zeros_like(self.held)
         """int64 (B,): the tokens of each sequence that a later one may have replaced in the rings, counted back from its end."""
-        self.planned = torch.zeros(2, batch_size, dtype=torch.int64)
+        self.planned = torch.zeros(2, batch_size, dtype=torch.int64, device="cpu")
         """int64 (2, B): `held` and `depth` once the step that has begun ends."""
 
     def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:
@@ -45,7 +45,8 @@ class HostBounds:
         """
         counts = counts.cpu()
         check_crop(counts, self.held, self.depth, max_rollback)
-        self.held, self.depth = self.held - counts, self.depth + counts
+        self.held.sub_(counts)
+        self.depth.add_(counts)
 
     def lost(self, _: Tensor | None = None) -> CacheOverflowError | None:
         """Return None: a cache that grows loses no token."""
@@ -62,10 +63,11 @@ class HostBounds:
 
     def reset(self, indices: Tensor | None) -> None:
         """Note that the sequences at `indices` (None: all) are empty; indices on a GPU are not read and lower no bound."""
-        if indices is None:
-            self.held, self.depth = torch.zeros_like(self.held), torch.zeros_like(self.depth)
-        elif indices.device.type == "cpu":
-            self.held, self.depth = (x.index_fill(0, indices.long(), 0) for x in (self.held, self.depth))
+        for x in (self.held, self.depth):
+            if indices is None:
+                x.zero_()
+            elif indices.device.type == "cpu":
+                x.index_fill_(0, indices.long(), 0)
 
 
 def count_step(

@@ -72,17 +72,23 @@ class NSACache:
         self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
         self.max_rollback = UNLIMITED if options.keep_raw else options.max_rollback
         heads = config.num_kv_heads if num_kv_heads is None else num_kv_heads
-        self.pages = None if options.page_size is None else self._page_table(batch_size, options.page_size, options.num_pages, device)
-        """The pages of a paged cache, None for another one."""
         capacity = self.max_seqlen if options.is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
         # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
-        self.stores = Stores(
-            config, batch_size, heads, StoreOptions(capacity, self.max_rollback, dtype, options.kv_dtype, self.pages), device
-        )
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        """int32 (B,): tokens held of each sequence."""
-        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if options.static else HostBounds(batch_size)
+        # a tensor made in inference mode takes no write outside of it
+        with torch.inference_mode(False):
+            self.pages = None if options.page_size is None else self._page_table(batch_size, options.page_size, options.num_pages, device)
+            """The pages of a paged cache, None for another one."""
+            self.stores = Stores(
+                config, batch_size, heads, StoreOptions(capacity, self.max_rollback, dtype, options.kv_dtype, self.pages), device
+            )
+            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+            """int32 (B,): tokens held of each sequence."""
+            self.bounds: DeviceBounds | HostBounds = (
+                DeviceBounds(self.lengths, self.max_seqlen) if options.static else HostBounds(batch_size)
+            )
+            self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
+            """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
         """Shape and dtype of q, and `Step.in_place`, of steps that passed the checks; cleared when stores are replaced."""
         # Table 4 counts all three branches; a layer with fewer counts nothing
@@ -91,8 +97,6 @@ class NSACache:
         self.graphs = StepGraphs(may_fail=options.step_graphs is None) if options.captures(device) else None
         """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
         `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
-        self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
-        """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
 
     def note_form(self, form: tuple[torch.Size, torch.dtype, bool]) -> None:
         """Remember that the stores fit steps of `form`, an entry of `known_forms`."""
@@ -274,10 +278,10 @@ class NSACache:
             InputError: for other than one count of 0 or more per sequence.
         """
         try:
-            counts = torch.as_tensor(num_tokens)
+            counts = num_tokens if isinstance(num_tokens, Tensor) else torch.tensor(num_tokens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             # refused below
-            counts = torch.tensor(-1)
+            counts = torch.tensor(-1, device="cpu")
         counts = counts.expand(self.batch_size) if not counts.dim() else counts
         # an empty list has a dtype of torch's choice
         is_counted = counts.dtype in INTEGERS or not (counts.numel() or isinstance(num_tokens, Tensor))
@@ -350,6 +354,8 @@ class NSACache:
             raise InputError(f"indices are on {indices.device} (pages are kept on the host, which reads them); use indices.cpu()")
         return list(indices.tolist())
 
+    # as in __init__
+    @torch.inference_mode(False)
     def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
         """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
         in_place = self.is_static

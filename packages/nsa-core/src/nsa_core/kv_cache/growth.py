@@ -33,12 +33,14 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
         if query_count is not None and query_count.device.type == "cpu":
             counts.copy_(query_count)
         room = cache.pages.limits(bounds.held, cache.config.geometry)
-        short = (counts > 0) & (bounds.held + counts > room)
-        if bool(short.any()):
+        grown = bounds.held + counts
+        short = (counts > 0) & (grown > room)
+        # no reservation helps beyond max_seqlen, which the bounds refuse below
+        if bool(short.any()) and int(grown.max()) <= cache.max_seqlen:
             b = int(short.int().argmax())
             raise CacheOverflowError(
-                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its pages have room for {int(room[b])}); "
-                f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
+                f"sequence {b} would hold {int(grown[b])} tokens (its pages have room for {int(room[b])}); "
+                f"use reserve({b}, {int(grown[b])}, length={int(bounds.held[b])}) before the step"
             )
     longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)
     if longest > stores.capacity:

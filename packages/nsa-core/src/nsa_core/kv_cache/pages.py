@@ -32,7 +32,7 @@ class PageTable:
         """int32 (B, max_pages): the pages of each sequence in order, -1 after the last."""
         self.extents = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
         """int32 (2, B): the tokens that the pages of each sequence hold, and those in pages up to its last one that others share."""
-        self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32)
+        self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32, device="cpu")
         self._pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._num_readers = [0] * num_pages
         self._free = set(range(num_pages))
@@ -121,8 +121,9 @@ class PageTable:
         width = self.table.shape[1]
         if len(sources) != self.table.shape[0]:
             self.table, self.extents = self.table.new_empty(len(sources), width), self.extents.new_empty(2, len(sources))
-            self._host_extents = torch.empty(2, len(sources), dtype=torch.int32)
-        table = torch.tensor([self._row(sequence) for sequence in range(len(sources))], dtype=torch.int32).view(-1, width)
+            self._host_extents = torch.empty(2, len(sources), dtype=torch.int32, device="cpu")
+        rows = [self._row(sequence) for sequence in range(len(sources))]
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, width)
         self.table.copy_(table, non_blocking=True)
         self._write_extents(range(len(sources)))
 
@@ -136,7 +137,7 @@ class PageTable:
                 self._num_readers[page] += change
         self._free -= new
         self._free |= {page for page in gone if not self._num_readers[page]}
-        self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32), non_blocking=True)
+        self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32, device="cpu"), non_blocking=True)
         # a page that one sequence more or less reads may begin or end to be shared for the others
         is_shared = any(self._num_readers[page] for page in gone) or any(self._num_readers[page] > 1 for page in new)
         self._write_extents(range(len(self._pages)) if is_shared else (sequence,))

@@ -124,6 +124,8 @@ class Stores:
                 found += row / (self.config.geometry.compression_stride if name == "cmp" else 1)
         return found
 
+    # outside of inference mode, so that steps may write the stores in any mode
+    @torch.inference_mode(False)
     def grow(self, capacity: int) -> None:
         """Grow the stores to `capacity` tokens per sequence and copy their content."""
         sizes = self.sizes(capacity)
