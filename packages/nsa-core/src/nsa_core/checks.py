@@ -61,6 +61,13 @@ def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
+def check_count(query_count: Tensor, num_sequences: int, num_rows: int) -> None:
+    """Raise InputError unless `query_count` is int32 `(B,)` and, where it may be read, its counts are in 0 .. num_rows."""
+    check_tensor("query_count", query_count, (num_sequences,), "(B,)", dtype=torch.int32)
+    if can_read(query_count) and bool(((query_count < 0) | (query_count > num_rows)).any()):
+        raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_rows} (the rows that x has); clip it")
+
+
 def longest_of(cu_seqlens: Tensor, otherwise: int) -> int:
     """Return the rows of the longest sequence, or `otherwise` where they may not be read."""
     return int(cu_seqlens.diff().max()) if can_read(cu_seqlens) and cu_seqlens.shape[0] > 1 else otherwise
