@@ -675,3 +675,10 @@ def test_a_backend_for_an_unknown_operation_is_refused(operation):
     assert refusal(operation, options={"backend": {"compress": "sdpa"}}) == (
         "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa', 'append', 'choose', 'rotate'); fix the key"
     )
+
+
+@OPERATIONS
+def test_a_backend_of_none_for_an_operation_is_refused(operation):
+    assert refusal(operation, options={"backend": {"win": None}}) == (
+        "backend names None for 'win' (the rule: the name of a backend, or 'auto'); use 'auto'"
+    )

@@ -350,3 +350,11 @@ def test_rope_scaling_takes_hugging_faces_names():
 
 def test_compressed_rope_of_tokens_goes_with_the_mean():
     assert config(compressed_rope="tokens", compressor="mean").compressed_rope == "tokens"
+
+
+def test_two_keys_of_one_scaling_field_agree():
+    both = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position": 2048}
+
+    assert config(rope_scaling=both).rope_scaling.kind == "yarn"
+    with pytest.raises(ConfigError, match="gives kind as 'yarn' and as 'linear' .the keys mean the same.; drop one"):
+        config(rope_scaling=both | {"rope_type": "linear"})

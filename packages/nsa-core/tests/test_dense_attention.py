@@ -1,12 +1,14 @@
 """The dense twin against attention written out."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from nsa_core import NSAConfig
 from nsa_core.dense_attention import DenseAttention, fast_causal_attention
-from nsa_core.errors import CacheOverflowError
+from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.reference.causal import causal_attention
 
 CONFIG = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4)
@@ -218,3 +220,63 @@ def test_rows_that_do_not_count_take_no_room_and_give_0() -> None:
     assert not outs[3][0, 3:].any()
     whole = torch.cat([x[:1, :3]] * 4, 1)
     torch.testing.assert_close(outs[3][:1, :3], layer(whole)[:, 9:])
+
+
+def _counts(*counts: int) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("num_rows", "counts"), [(5, (9, -3)), (1, (3, -1))])
+def test_a_count_outside_the_rows_changes_nothing(static: bool, num_rows: int, counts: tuple[int, int]) -> None:
+    layer, x = _layer(), torch.randn(2, num_rows, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 30, static=static)
+    with pytest.raises(InputError, match=rf"query_count=\[{counts[0]}, {counts[1]}\] leaves 0 .. {num_rows} "):
+        layer(x, cache=cache, query_count=_counts(*counts))
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 1.0, True])
+def test_only_a_count_of_tokens_can_be_cropped(num_tokens: Any) -> None:
+    layer = _layer()
+    cache = layer.new_cache(2, 6)
+    layer(torch.zeros(2, 5, 24, dtype=torch.float64), cache=cache)
+    with pytest.raises(InputError, match=f"num_tokens={num_tokens} .* at least 0"):
+        cache.crop(num_tokens)
+    assert cache.lengths.tolist() == [5, 5]
+
+
+def test_each_sequence_has_room_up_to_max_seqlen() -> None:
+    layer, x = _layer(), torch.randn(2, 5, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 6)
+    layer(x, cache=cache, query_count=_counts(5, 0))
+    second = layer(x, cache=cache, query_count=_counts(0, 5))
+    assert cache.lengths.tolist() == [5, 5]
+    torch.testing.assert_close(second[1:], layer(x)[1:])
+    cache.reorder(torch.tensor([1, 0]))
+    layer(x[:, :1], cache=cache, query_count=_counts(1, 0))
+    cache.crop(1)
+    assert cache.lengths.tolist() == [5, 4]
+    with pytest.raises(CacheOverflowError, match="2 tokens after 5 pass max_seqlen=6"):
+        layer(x[:, :2], cache=cache)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_rows_beyond_the_count_give_0(has_cache: bool, num_rows: int) -> None:
+    layer, x = _layer(), torch.randn(2, num_rows, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 8) if has_cache else None
+    out = layer(x, cache=cache, query_count=_counts(0, 1))
+    assert not out[0].any()
+    assert not out[1, 1:].any()
+    torch.testing.assert_close(out[1:, :1], layer(x[1:, :1]))
+    if cache is not None:
+        assert not layer(x, cache=cache, query_count=_counts(1, 0))[1].any()
+
+
+def test_sequences_longer_than_their_bound_are_refused() -> None:
+    layer, x = _layer(), torch.randn(1, 20, 24, dtype=torch.float64)
+    with pytest.raises(InputError, match="max_seqlen=8 is below the longest sequence, 12 "):
+        layer(x, cu_seqlens=_counts(0, 12, 20), max_seqlen=8)
+    with pytest.raises(InputError, match="cu_seqlens came with a cache"):
+        layer(x, cu_seqlens=_counts(0, 12, 20), cache=layer.new_cache(1, 20))

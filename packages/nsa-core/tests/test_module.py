@@ -615,6 +615,9 @@ def test_an_input_or_cache_of_another_dtype_is_refused():
     [
         ({"query_count": torch.tensor([5], dtype=torch.int32)}, r"query_count has shape \(1,\)"),
         ({"query_count": torch.tensor([5, 5])}, "query_count is torch.int64"),
+        ({"query_count": [1, 2]}, r"query_count is a list \(the rule: a tensor\); use torch.as_tensor\(query_count\)"),
+        ({"query_count": torch.tensor([5, 10], dtype=torch.int32)}, r"query_count=\[5, 10\] leaves 0 .. 9 "),
+        ({"cache": 5}, r"cache is a int \(the rule: an NSACache\); build it with this layer's new_cache"),
         ({"query_count": torch.tensor([[5], [5]], dtype=torch.int32)}, "query_count has shape"),
         ({"max_seqlen": 4}, "max_seqlen=4 is below the longest sequence, 9"),
         ({"max_seqlen": -1}, "max_seqlen=-1 is no bound on rows"),

@@ -183,6 +183,12 @@ def test_a_step_over_stores_equals_the_last_rows_of_one_pass(step):
     assert relative_error(step.attend(), step.expected) < 1e-12
 
 
+@pytest.mark.parametrize("absent", [None, "cmp", ("raw",)])
+def test_only_names_of_branches_are_absent(step, absent):
+    with pytest.raises(InputError, match="absent=.* names no branch .the rule: a tuple of 'cmp', 'slc', 'win'.; use"):
+        attend(step.queries, *step.keys, step.gates, geometry=SMALL, absent=absent)
+
+
 def test_fp8_stores_are_read_with_their_scales(step):
     changed, read = {}, list(step.whole.tensors)
     for place, name in ((3, "slc"), (5, "win")):

@@ -719,8 +719,8 @@ class EmulatedDecode:
         return run_on(self.library, step, Case(geometry=geometry, scale=scale, dtype=step.queries.q.dtype))
 
 
-NUM_CONFORMANCE_CASES = 12
-"""In bf16 and fp16: one row over each form of the window, and several over stores, over pages, and ragged."""
+NUM_CONFORMANCE_CASES = 14
+"""In bf16 and fp16: one row over each form of the window, and several over stores, over stores of FP8, over pages, and ragged."""
 
 
 def test_the_emulated_kernels_conform_to_the_oracle(emulated_decode):

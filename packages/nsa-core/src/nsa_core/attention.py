@@ -162,8 +162,7 @@ def attend(
     """
     keys = {"_cmp": cmp, "_slc": slc, "_win": win}
     checks.check_geometry(geometry)
-    if any(name not in BRANCHES for name in absent):
-        raise InputError(f"absent={absent!r} names no branch (the rule: a tuple of 'cmp', 'slc', 'win'); use ('cmp',)")
+    checks.check_absent(absent)
     check_kinds(queries, keys, geometry)
     return attend_branches(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
 

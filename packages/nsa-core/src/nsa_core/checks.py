@@ -1,5 +1,6 @@
 """Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
+from collections.abc import Collection
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -7,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from nsa_core.config import BlockGeometry
+from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.errors import InputError
 
 
@@ -61,6 +62,13 @@ def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
+def check_count(query_count: Tensor, num_sequences: int, num_rows: int) -> None:
+    """Raise InputError unless `query_count` is int32 `(B,)` and, where it may be read, its counts are in 0 .. num_rows."""
+    check_tensor("query_count", query_count, (num_sequences,), "(B,)", dtype=torch.int32)
+    if can_read(query_count) and bool(((query_count < 0) | (query_count > num_rows)).any()):
+        raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_rows} (the rows that x has); clip it")
+
+
 def longest_of(cu_seqlens: Tensor, otherwise: int) -> int:
     """Return the rows of the longest sequence, or `otherwise` where they may not be read."""
     return int(cu_seqlens.diff().max()) if can_read(cu_seqlens) and cu_seqlens.shape[0] > 1 else otherwise
@@ -100,3 +108,15 @@ def check_scale(scale: object) -> None:
     """Raise InputError unless `scale` is a number or None; a tensor is none, because it would be read."""
     if scale is not None and not isinstance(scale, Real | SymFloat):
         raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise InputError unless `dtype`, of the stores of a cache, is a floating one or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype={dtype!r} is no dtype of keys and values (the rule: a floating torch.dtype); use torch.float32")
+
+
+def check_absent(absent: object) -> None:
+    """Raise InputError unless `absent` holds names of branches."""
+    if not isinstance(absent, Collection) or any(name not in BRANCHES for name in absent):
+        raise InputError(f"absent={absent!r} names no branch (the rule: a tuple of 'cmp', 'slc', 'win'); use ('cmp',)")

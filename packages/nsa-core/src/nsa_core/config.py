@@ -184,8 +184,19 @@ SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_e
 
 
 def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table` with Hugging Face's keys renamed to the fields of `RopeScaling`."""
-    return {SCALING_ALIASES.get(str(key), str(key)): item for key, item in table.items()}
+    """Return `table` with Hugging Face's keys renamed to the fields of `RopeScaling`.
+
+    Raises:
+        ConfigError: for two keys of one field that differ.
+    """
+    fields: dict[str, Any] = {}
+    for key, item in table.items():
+        name = SCALING_ALIASES.get(str(key), str(key))
+        if fields.setdefault(name, item) != item:
+            raise ConfigError(
+                f"rope_scaling={dict(table)!r} gives {name} as {fields[name]!r} and as {item!r} (the keys mean the same); drop one"
+            )
+    return fields
 
 
 def _to_rope_scaling(value: Any) -> Any:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nsa_core import checks
 from nsa_core.attention import sliding_window_attention
 from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache.cache import FIRST_CAPACITY
 from nsa_core.module import HeadNorm
+from nsa_core.operands import queries_of
 from nsa_core.reference.causal import causal_attention
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
@@ -37,8 +39,13 @@ class DenseCache:
         """(B,): tokens held of each sequence."""
         self.overflowed = torch.zeros_like(self.lengths, dtype=torch.bool)
         """(B,): the sequences of a static cache that lost tokens."""
-        self.bound = self.capacity if static else 0
-        """The longest that a sequence can be, known on the host."""
+        self.held = [0] * len(keys)
+        """The longest that each sequence of a cache that grows can be, known on the host."""
+
+    @property
+    def bound(self) -> int:
+        """Return the longest that a sequence can be, known on the host."""
+        return self.capacity if self.is_static else max(self.held, default=0)
 
     @property
     def capacity(self) -> int:
@@ -56,17 +63,16 @@ class DenseCache:
         return self.keys.nbytes + self.values.nbytes
 
     def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> None:
-        """Append `k`, `v` `(B, S, G, D)`. Rows from `query_count` `(B,)` on are invalid and dropped.
+        """Append `k`, `v` `(B, S, G, D)`. Rows from `query_count` `(B,)` on are invalid and dropped. If an error is raised, nothing changes.
 
         Raises:
             CacheOverflowError: if a sequence could pass max_seqlen of a cache that grows.
         """
         if not self.is_static:
             # invalid rows take no space, if counting them does not wait for the device
-            is_known = query_count is not None and query_count.device.type == "cpu" and query_count.numel()
-            self._make_room(max(1, int(query_count.max())) if query_count is not None and is_known else k.shape[1])
+            self._make_room(query_count.tolist() if checks.can_read(query_count) else [k.shape[1]] * self.batch_size)
         spare, step = self.capacity, torch.arange(k.shape[1], device=k.device)
-        counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths)
+        counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths).clamp(0, k.shape[1])
         fitting = torch.minimum(counts, spare - self.lengths)
         rows = torch.where(step < fitting[:, None], self.lengths[:, None] + step, spare)
         sequences = torch.arange(len(k), device=k.device)[:, None]
@@ -85,19 +91,22 @@ class DenseCache:
 
         Raises:
             CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, has fewer.
+            InputError: for other than an integer of at least 0.
         """
+        if not checks.is_size(num_tokens, 0):
+            raise InputError(f"num_tokens={num_tokens!r} (the rule: an integer of at least 0, for all sequences); use 1")
         if self.is_static:
             self.check()
         if self.lengths.device.type == "cpu" and bool((self.lengths < num_tokens).any()):
             raise CacheOverflowError(f"a sequence cannot go back by {num_tokens} tokens (it has {int(self.lengths.min())}); crop fewer")
         self.lengths.sub_(num_tokens).clamp_(min=0)
-        self.bound -= 0 if self.is_static else num_tokens
+        self.held = [max(0, held - num_tokens) for held in self.held]
 
     def reset(self) -> None:
         """Empty every sequence."""
         self.lengths.zero_()
         self.overflowed.zero_()
-        self.bound = self.capacity if self.is_static else 0
+        self.held = [0] * self.batch_size
 
     # a tensor made in inference mode takes no write outside of it
     @torch.inference_mode(False)
@@ -109,12 +118,16 @@ class DenseCache:
             held = getattr(self, name)
             chosen = held.index_select(0, indices.to(held.device))
             held.copy_(chosen) if self.is_static else setattr(self, name, chosen)
+        # indices on a GPU are not read
+        self.held = [self.held[index] for index in indices.tolist()] if checks.can_read(indices) else [self.bound] * len(indices)
 
-    def _make_room(self, num_tokens: int) -> None:
-        needed = self.bound + num_tokens
+    def _make_room(self, counts: list[int]) -> None:
+        grown = [held + count for held, count in zip(self.held, counts, strict=True)]
+        needed = max(grown, default=0)
         if self.max_seqlen is not None and needed > self.max_seqlen:
+            longest = grown.index(needed)
             raise CacheOverflowError(
-                f"{num_tokens} tokens after {self.bound} pass max_seqlen={self.max_seqlen} of this cache; "
+                f"{counts[longest]} tokens after {self.held[longest]} pass max_seqlen={self.max_seqlen} of this cache; "
                 f"use new_cache with max_seqlen={needed} or more"
             )
         if needed > self.capacity:
@@ -122,7 +135,7 @@ class DenseCache:
             rows = rows if self.max_seqlen is None else min(rows, self.max_seqlen)
             with torch.inference_mode(False):
                 self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, 0, 0, rows - self.capacity)) for x in (self.keys, self.values))
-        self.bound = needed
+        self.held = grown
 
 
 class DenseAttention(nn.Module):
@@ -152,17 +165,30 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """Return `(B, S, hidden)` of `x` `(B, S, hidden)`; packed: B = 1 with `cu_seqlens` and its bound `max_seqlen`.
 
-        With `cache`, the S tokens follow those that it holds, of which `query_count` `(B,)` are valid.
+        With `cache`, the S tokens follow those that it holds. `query_count` int32 `(B,)` of the S tokens are valid; the rest give 0 and are
+        not cached.
+
+        Raises:
+            InputError: for cu_seqlens, max_seqlen or a query_count that do not fit x or each other.
+            CacheOverflowError: if the cache is too small.
         """
+        if cu_seqlens is not None and cache is not None:
+            raise InputError("cu_seqlens came with a cache (a packed batch holds whole sequences); drop one")
+        if query_count is not None:
+            checks.check_count(query_count, x.shape[0], x.shape[1])
+        placed = queries_of(x, cu_seqlens, None if cache is not None else max_seqlen)
         q, k = self._projected(x)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
         if cache is not None:
             out = self._cached(q, k, v, cache, query_count)
         elif cu_seqlens is not None:
-            out = self._packed(q, k, v, cu_seqlens, max_seqlen or x.shape[1])
+            out = self._packed(q, k, v, cu_seqlens, placed.max_count)
         else:
             positions = torch.arange(x.shape[1], device=x.device)
             out = fast_causal_attention(self.rope(q, positions), self.rope(k, positions), v)
+        if query_count is not None:
+            is_row = torch.arange(x.shape[1], device=x.device) < query_count.to(x.device, non_blocking=True).unsqueeze(1)
+            out = torch.where(is_row[..., None, None], out, 0)
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
@@ -236,14 +262,16 @@ class DenseAttention(nn.Module):
         start = cache.lengths.clone()
         positions = start[:, None] + torch.arange(q.shape[1], device=q.device)
         cache.append(self.rope(k, positions), v, query_count)
-        keys, values = cache.keys[:, : cache.bound], cache.values[:, : cache.bound]
+        # a row even where nothing is held
+        bound = max(1, cache.bound)
+        keys, values = cache.keys[:, :bound], cache.values[:, :bound]
         if q.shape[1] > 1:
             # torch's fast kernels take no mask, and the others would store all scores
-            whole = BlockGeometry(window_size=cache.bound)
+            whole = BlockGeometry(window_size=bound)
             counts = None if query_count is None else query_count.to(q.device, torch.int32)
             q = self.rope(q, positions)
             return sliding_window_attention(q, keys, values, geometry=whole, query_start=start.int(), query_count=counts).out
-        visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
+        visible = torch.arange(bound, device=q.device) <= positions[..., None]
         out = nn.functional.scaled_dot_product_attention(
             self.rope(q, positions).transpose(1, 2),
             keys.transpose(1, 2),

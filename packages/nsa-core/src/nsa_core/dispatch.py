@@ -45,7 +45,7 @@ def make_call(
     """Return the call, with its defaults filled in.
 
     Raises:
-        InputError: if `backend` names an unknown operation, or `scale` is no number.
+        InputError: if `backend` names an unknown operation or anything but a name for one, or `scale` is no number.
     """
     registry = default_registry() if registry is None else registry
     if not isinstance(backend, str | Mapping):
@@ -54,6 +54,8 @@ def make_call(
         if operation not in OPERATIONS:
             known = ", ".join(map(repr, OPERATIONS))
             raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
+        if not isinstance(name, str):
+            raise InputError(f"backend names {name!r} for {operation!r} (the rule: the name of a backend, or 'auto'); use 'auto'")
         if operation in ("append", "choose", "rotate") and name != AUTO:
             registry.named(operation, name)
     checks.check_scale(scale)

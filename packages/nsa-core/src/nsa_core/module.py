@@ -143,7 +143,11 @@ class NativeSparseAttention(nn.Module):
         """Return an empty cache on `device` (None: the weights' own); see `NSACache` and `CacheOptions`.
 
         `dtype` None: autocast's, or the weights' own.
+
+        Raises:
+            InputError: for sizes, options or a dtype that no cache has.
         """
+        checks.check_dtype(dtype)
         weight = self.q_proj.weight
         if dtype is None and weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -203,6 +207,7 @@ class NativeSparseAttention(nn.Module):
                 return self._forward_cached(x, cache, query_count)
             return cache.graphs.run(self, (cache,), x, query_count, lambda rows, count: self._forward_cached(rows, cache, count))
         if query_count is not None:
+            checks.check_count(query_count, x.shape[0], x.shape[1])
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
 
@@ -235,6 +240,8 @@ class NativeSparseAttention(nn.Module):
         # offloaded weights are on the meta device until a projection runs
         if not weight.is_meta:
             checks.check_device("x", x, "the layer", weight)
+        if cache is not None and not isinstance(cache, NSACache):
+            raise InputError(f"cache is a {type(cache).__name__} (the rule: an NSACache); build it with this layer's new_cache")
         is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
         if not is_autocast and x.dtype != weight.dtype:
             raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")

@@ -90,3 +90,14 @@ def test_a_second_derivative_is_refused_and_not_left_out(power):
     loss = out.square().sum() + gradient.square().sum()
     with pytest.raises(RuntimeError, match="differentiated once more"):
         torch.autograd.grad(loss, weight)
+
+
+@pytest.mark.parametrize("name", ["window", "::window", "window::"])
+def test_a_name_without_a_namespace_is_refused(name):
+    with pytest.raises(InputError, match=f"^name='{name}' has no namespace .* use 'my_package::window'$"):
+        declare(2, name)
+
+
+def test_an_operation_that_cannot_be_declared_is_refused():
+    with pytest.raises(InputError, match="^operation='append' cannot be declared .*'cmp', 'select', 'slc', 'win', 'nsa'.*; use declare_op"):
+        attention_op("nsa_core_tests::append", lambda: None, operation=Operation.APPEND)

@@ -978,3 +978,20 @@ def test_a_layer_takes_the_options_of_a_cache_with_its_defaults():
     options = CacheOptions()._asdict()
     assert {name: keywords[name].default for name in options} == options
     assert set(keywords) - set(options) == {"self", "batch_size", "max_seqlen", "dtype", "device"}
+
+
+@pytest.mark.parametrize("option", ["static", "keep_raw", "count_reads", "step_graphs"])
+def test_an_option_that_is_no_boolean_is_refused(random_layer, option):
+    with pytest.raises(InputError, match=f"^{option}='no' is a str .the rule: a bool.; use True or False$"):
+        random_layer(CONFIG).new_cache(2, 64, **{option: "no"})
+
+
+def test_pages_without_a_size_are_refused(random_layer):
+    with pytest.raises(InputError, match="^num_pages=5 without page_size .* use page_size=64, or leave num_pages out$"):
+        random_layer(CONFIG).new_cache(2, 64, num_pages=5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int32])
+def test_a_dtype_of_stores_that_is_not_floating_is_refused(random_layer, dtype):
+    with pytest.raises(InputError, match=f"^dtype={dtype!r} is no dtype of keys and values .* use torch.float32$"):
+        random_layer(CONFIG).new_cache(2, 64, dtype=dtype)

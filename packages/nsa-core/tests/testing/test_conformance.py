@@ -1,5 +1,6 @@
 """The conformance kit: it catches one wrong choice, and no near tie hides one."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from nsa_core import BlockGeometry, BranchOutput, Capability, FusedOutput, Operation
+from nsa_core.backends.base import Keys
 from nsa_core.gating import gated_sum
 from nsa_core.reference import append, select
 from nsa_core.reference.sdpa import SDPABackend
@@ -230,6 +232,54 @@ def test_a_window_backend_that_is_wrong_over_a_ring_is_caught(monkeypatch: pytes
     monkeypatch.setattr(conformance, "cases", few_cases("float64 cached", *RINGS))
     with pytest.raises(ConformanceError, match="2 cases passed, 0 declined, 1 failed.*\n  float64 cached, ring: out is off by"):
         check_backend(WindowOverRings())
+
+
+@frozen
+class Careless(Composed):
+    """The reference's `operation`; `change` spoils its operands and its scale."""
+
+    operation: Operation = Operation.WIN
+    change: Any = None
+    name: str = "careless"
+
+    def __call__(self, queries: Any, *operands: Any, geometry: BlockGeometry, scale: float) -> Any:  # type: ignore[override]
+        compute = Composed() if self.operation is Operation.NSA else SDPABackend(operation=self.operation)
+        operands, scale = self.change(queries, operands, scale)
+        return compute(queries, *operands, geometry=geometry, scale=scale)
+
+
+def scale_ignored(queries: Any, operands: Any, scale: float) -> Any:
+    return operands, queries.q.shape[-1] ** -0.5
+
+
+def scales_swapped(queries: Any, operands: Any, scale: float) -> Any:
+    return tuple(x._replace(k_scale=x.v_scale, v_scale=x.k_scale) if isinstance(x, Keys) else x for x in operands), scale
+
+
+def values_scored(queries: Any, operands: Any, scale: float) -> Any:
+    cmp, lse = operands
+    return (cmp._replace(k=cmp.v), lse), scale
+
+
+@pytest.mark.parametrize("operation", [Operation.CMP, Operation.SLC, Operation.WIN, Operation.SELECT, Operation.NSA])
+@pytest.mark.parametrize("case", ["D=(8, 8)", "packed", "cached", "paged", "ragged"])
+def test_a_backend_that_ignores_scale_is_caught(operation: Operation, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases(f"float64 {case}"))
+    with pytest.raises(ConformanceError, match=rf"0 cases passed, 0 declined, \d+ failed.*\n  float64 {re.escape(case)}: "):
+        check_backend(Careless(operation=operation, change=scale_ignored))
+
+
+@pytest.mark.parametrize("operation", [Operation.SLC, Operation.WIN, Operation.NSA])
+def test_a_backend_that_swaps_the_scales_of_fp8_stores_is_caught(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("cached, FP8 stores"))
+    with pytest.raises(ConformanceError, match="0 cases passed, 0 declined, 1 failed.*\n  float64 cached, FP8 stores: out is off by"):
+        check_backend(Careless(operation=operation, change=scales_swapped))
+
+
+def test_a_choice_that_scores_values_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("S=53", "float64 packed", "float64 paged"))
+    with pytest.raises(ConformanceError, match="0 cases passed, 0 declined, 3 failed"):
+        check_backend(Careless(operation=Operation.SELECT, change=values_scored))
 
 
 @frozen

@@ -68,7 +68,13 @@ def attention_op(
         operation: the operation that the functions compute.
         saves: `saves(*operands, geometry=)` returns what `backward` reads in addition to the results, uninitialised; None for what is not
             there, which `backward` does not get.
+
+    Raises:
+        InputError: for a name without a namespace, or an operation without operands in `OPERANDS`.
     """
+    if operation not in OPERANDS:
+        known = ", ".join(repr(each.value) for each in OPERANDS)
+        raise InputError(f"operation={str(operation)!r} cannot be declared (the rule: one of {known}); use declare_op")
     is_choice, schema = operation is Operation.SELECT, _schema_of(operation)
     returned = "Tensor" if is_choice else "(Tensor, Tensor, Tensor[])" if saves else "(Tensor, Tensor)"
     result = FusedOutput if operation is Operation.NSA else BranchOutput
@@ -137,9 +143,11 @@ def declare_op(
     Both replace those of an earlier declaration; torch registers the op once per process, even if a package is imported again.
 
     Raises:
-        InputError: if it was declared with another schema.
+        InputError: if it was declared with another schema, or its name has no namespace.
     """
-    namespace, op_name = name.split("::")
+    namespace, _, op_name = name.partition("::")
+    if not (namespace and op_name):
+        raise InputError(f"name={name!r} has no namespace (the rule: 'package::op'); use 'my_package::{name.strip(':')}'")
     if name not in DECLARED:
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -45,7 +45,7 @@ class CacheOptions(NamedTuple):
         return (self.static and torch.device(device).type == "cuda") if self.step_graphs is None else self.step_graphs
 
     def check(self, batch_size: int, max_seqlen: int | None, device: torch.device | str) -> None:
-        """Raise InputError for sizes below 1 (batch_size, max_rollback: below 0) or no integers, or options that do not go together."""
+        """Raise InputError for sizes below 1 (batch_size, max_rollback: below 0) or no integers, and for options that do not go together."""
         is_size = (
             checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(self.max_rollback, 0)
         )
@@ -53,6 +53,14 @@ class CacheOptions(NamedTuple):
             raise InputError(
                 f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={self.max_rollback} "
                 "(integers of at least 0, 1 and 0); use 1, 4096 and 64"
+            )
+        for name in ("static", "keep_raw", "count_reads", "step_graphs"):
+            option = getattr(self, name)
+            if not isinstance(option, bool) and not (name == "step_graphs" and option is None):
+                raise InputError(f"{name}={option!r} is a {type(option).__name__} (the rule: a bool); use True or False")
+        if self.num_pages is not None and self.page_size is None:
+            raise InputError(
+                f"num_pages={self.num_pages} without page_size (a page has a size in tokens); use page_size=64, or leave num_pages out"
             )
         if max_seqlen is None and self.is_fixed:
             kind = "static=True (a static cache" if self.static else f"page_size={self.page_size} (a table of pages"

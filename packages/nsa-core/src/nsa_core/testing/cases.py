@@ -13,11 +13,14 @@ from nsa_core.config import BlockGeometry
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.strategies import edge_lengths
 
+FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 9
 """Query rows of a sequence of a step, at most."""
 STEP_COUNTS = (STEP_ROWS, STEP_ROWS // 2, 0)
 """Valid query rows of each sequence of a step."""
+OTHER_SCALE = 0.6
+"""A scale that is D_k ** -0.5 of no case."""
 MOSTLY_SHORT = {
     "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
     "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
@@ -43,6 +46,10 @@ class Case:
     """The selected and the sliding branch get the same tensors, as in a layer with `kv="shared"`."""
     has_one_row: bool = False
     """Each sequence of the step has one row, as in decoding."""
+    scale: float | None = None
+    """Factor of the scores; None is D_k ** -0.5."""
+    is_in_fp8: bool = False
+    """The stores of tokens are FP8 numbers with scales; a case of a step, without gradients."""
 
     @property
     def is_step(self) -> bool:
@@ -54,10 +61,17 @@ class Case:
         """Return the number of valid rows of each sequence of the step; the first has them all."""
         return (1,) * self.shape.batch if self.has_one_row else STEP_COUNTS[: self.shape.batch]
 
+    @property
+    def needs_keys(self) -> bool:
+        """Return True if only Keys describe the stores: those of a ring, of a window's last tokens, or of FP8."""
+        return self.window != "whole" or self.is_in_fp8
+
     def concerns(self, operation: Operation) -> bool:
         """Return True if `operation` has the operands that the case varies."""
         if self.has_shared_keys or self.has_one_row:
             return operation is Operation.NSA
+        if self.is_in_fp8:
+            return operation in (Operation.SLC, Operation.WIN, Operation.NSA)
         return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)
 
 
@@ -76,18 +90,20 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             shape = evolve(decisive, num_heads=num_heads, num_kv_heads=num_kv_heads)
             yield Case(name=f"{kind} H/G={num_heads}/{num_kv_heads}", shape=shape, dtype=dtype)
         for dims in ((8, 8), (4, 10)):
-            yield Case(name=f"{kind} D={dims}", shape=evolve(decisive, head_dim_qk=dims[0], head_dim_v=dims[1]), dtype=dtype)
+            shape = evolve(decisive, head_dim_qk=dims[0], head_dim_v=dims[1])
+            yield Case(name=f"{kind} D={dims}", shape=shape, dtype=dtype, scale=OTHER_SCALE)
         # sizes and a window that attention without one takes
         wide = evolve(decisive, geometry=evolve(ONE_LOCAL, window_size=64), batch=2, head_dim_qk=16, head_dim_v=16, seed=9)
         yield Case(name=f"{kind} window of all tokens", shape=wide, dtype=dtype)
         packed = evolve(base, lengths=(13, 0, 1, 37, 7, 8), surplus_blocks=2)
-        yield Case(name=f"{kind} packed", shape=packed, dtype=dtype, layout=Layout.PACKED)
+        yield Case(name=f"{kind} packed", shape=packed, dtype=dtype, layout=Layout.PACKED, scale=OTHER_SCALE)
         for name, few_long in MOSTLY_SHORT.items():
             yield Case(name=f"{kind} {name}", shape=few_long, dtype=dtype, layout=Layout.PACKED)
         yield Case(name=f"{kind} holes", shape=evolve(decisive, seed=3), dtype=dtype, holes=True)
         yield Case(name=f"{kind} logits x 50", shape=evolve(base, seed=4), dtype=dtype, logit_scale=50.0)
         for layout, shape, batch in ((Layout.CACHED, decisive, 2), (Layout.PAGED, base, 2), (Layout.RAGGED, decisive, 3)):
-            yield Case(name=f"{kind} {layout}", shape=evolve(shape, batch=batch, seed=5), dtype=dtype, layout=layout)
+            placed = evolve(shape, batch=batch, seed=5)
+            yield Case(name=f"{kind} {layout}", shape=placed, dtype=dtype, layout=layout, scale=OTHER_SCALE)
         for window in ("ring", "tail"):
             shape = evolve(decisive, batch=2, seed=6)
             yield Case(name=f"{kind} cached, {window}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=window)
@@ -95,9 +111,12 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
         for form in forms:
             # sizes that tensor cores read without padding
             shape = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16, seed=8)
-            yield Case(name=f"{kind} one row, {form}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=form, has_one_row=True)
+            name = f"{kind} one row, {form}"
+            yield Case(name=name, shape=shape, dtype=dtype, layout=Layout.CACHED, window=form, has_one_row=True, scale=OTHER_SCALE)
         # steps of several rows, in sizes that tensor cores read as they are
         several = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16)
+        in_fp8 = evolve(several, seed=10)
+        yield Case(name=f"{kind} cached, FP8 stores", shape=in_fp8, dtype=dtype, layout=Layout.CACHED, is_in_fp8=True, scale=OTHER_SCALE)
         steps = ((layout, several) for layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED))
         for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), *steps):
             yield Case(
@@ -107,7 +126,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:
     """Return the routing request of `case`."""
-    shape, is_differentiated = case.shape, needs_grad and operation is not Operation.SELECT
+    shape, is_differentiated = case.shape, needs_grad and operation is not Operation.SELECT and not case.is_in_fp8
     return BranchRequest(
         operation=operation,
         geometry=shape.geometry,
@@ -115,7 +134,7 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         device_index=device.index,
         dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=FP8 if case.is_in_fp8 else case.dtype,
         batch=1 if shape.lengths is not None or case.layout is Layout.RAGGED else shape.batch,
         num_sequences=shape.batch if shape.lengths is None else len(shape.lengths),
         num_queries=_num_rows(case),
@@ -127,7 +146,7 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         layout=case.layout,
         needs_grad=is_differentiated,
         # over a window's last tokens all of Eq. 5 is called
-        needs_lse_grad=is_differentiated and operation is not Operation.NSA and case.window == "whole",
+        needs_lse_grad=is_differentiated and operation is not Operation.NSA and not case.needs_keys,
     )
 
 
@@ -141,7 +160,7 @@ class Problem(NamedTuple):
     """The tensors of a case and how its queries are placed."""
 
     inputs: Inputs
-    """In a step: q and gates are the step's rows, the stores are NaN where no token is yet."""
+    """In a step: q and gates are the step's rows, the stores are NaN where no token is yet. For stores of FP8: what their numbers stand for."""
     block_indices: Tensor
     options: dict[str, Any]
     """Keywords of the oracle. It has no pages and no ragged rows, and gets a padded batch instead."""
@@ -153,7 +172,13 @@ def problem_of(case: Case, device: torch.device) -> Problem:
     inputs = make_inputs(case.shape, device=device)
     inputs = inputs._replace(q=inputs.q * case.logit_scale).to(case.dtype)
     block_indices = random_block_indices(case.shape, holes=case.holes, device=device)
+    if case.is_in_fp8:
+        in_fp8 = map(fp8_of, inputs.tensors[3:7], (0, 1, 0, 1))
+        stores = (stored.to(case.dtype) * scale.to(case.dtype).unsqueeze(-1) for stored, scale in in_fp8)
+        inputs = Inputs.of([*inputs.tensors[:3], *stores, inputs.gates])
     options: dict[str, Any] = {"geometry": case.shape.geometry}
+    if case.scale is not None:
+        options["scale"] = case.scale
     if inputs.cu_seqlens is not None:
         options["cu_seqlens"] = inputs.cu_seqlens
     if not case.is_step:
@@ -179,6 +204,13 @@ def _step_of(inputs: Inputs, block_indices: Tensor, case: Case, start: Tensor, c
     chosen = block_indices[batch, rows]
     chosen[torch.arange(num_rows, device=start.device) >= count.unsqueeze(1)] = -1
     return Inputs.of([inputs.q[batch, rows], *stores, inputs.gates[batch, rows]]), chosen
+
+
+def fp8_of(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Return x `(B, T, G, D)` in FP8 and seeded scales `(B, T, G)`: powers of two, so that every dtype holds the products exactly."""
+    exponents = torch.randint(-3, 3, x.shape[:3], generator=torch.Generator().manual_seed(seed))
+    scale = torch.ldexp(torch.ones(x.shape[:3]), exponents).to(x.device)
+    return (x.float() / scale.unsqueeze(-1)).to(FP8), scale
 
 
 def _page_table(case: Case, device: torch.device) -> Tensor:
@@ -251,6 +283,13 @@ class Arrangement(NamedTuple):
             return rows.masked_fill(is_empty, float("nan"))
 
         return Keys(picked(k), picked(v), length if is_ring else size, first=None if is_ring else first, ring=is_ring)
+
+    def tokens(self, k: Tensor, v: Tensor) -> Keys:
+        """Return a branch's keys of a cached case; in FP8 where the case is."""
+        if not self.case.is_in_fp8:
+            return Keys(k, v, k.shape[1])
+        (k, k_scale), (v, v_scale) = (fp8_of(x.detach(), seed) for seed, x in enumerate((k, v)))
+        return Keys(k, v, k.shape[1], k_scale=k_scale, v_scale=v_scale)
 
     def queries(self, q: Tensor) -> Queries:
         """Return the queries of a cached case."""

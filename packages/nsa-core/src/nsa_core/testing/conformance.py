@@ -17,10 +17,12 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from nsa_core import attention
-from nsa_core.backends.base import BranchBackend, Capability, Keys, Operation, ReasonKind
+from nsa_core.backends.base import BranchBackend, BranchOutput, Capability, Keys, Operation, ReasonKind
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.config import BlockGeometry
+from nsa_core.dispatch import make_call, run
 from nsa_core.errors import NSAError
+from nsa_core.operands import keys_of, queries_of
 from nsa_core.reference import naive
 from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.telemetry import AttentionObserver
@@ -61,7 +63,8 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     """Return the report of `backend`, forward and (where it offers gradients) backward, against the float64 oracle.
 
     Attention and selection run on dense, packed, cached, paged and ragged batches; WIN and NSA also over a ring and over a
-    window's last tokens, and NSA with one k and v for the selected and the sliding branch. APPEND is compared with a plain
+    window's last tokens, and NSA with one k and v for the selected and the sliding branch. SLC, WIN and NSA run over stores of FP8
+    as well. Some cases have a scale that is not D_k ** -0.5. SELECT gets NaN for `cmp.v`. APPEND is compared with a plain
     loop over steps, ROTATE with products of complex numbers, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
@@ -151,16 +154,18 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
 
     def oracle(*leaves: Tensor) -> Any:
         result = _ORACLES[backend.operation](*whole(leaves), *extra, **problem.options)
-        return result if is_fused or case.window == "whole" else result.out
+        return result if is_fused or not case.needs_keys else result.out
 
     def yardstick(*leaves: Tensor) -> Any:
-        return masks.branch_attention(backend.operation, whole(leaves), problem.block_indices, case.shape)
+        return masks.branch_attention(backend.operation, whole(leaves), problem.block_indices, case.shape, case.scale)
 
     needs_yardstick = case.dtype in (torch.bfloat16, torch.float16) and not case.is_step
     operands = _operands(backend.operation, problem.inputs)
     if case.has_shared_keys:
         operands = (*operands[:5], *operands[7:])
-    problems = _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None)
+    # a store of FP8 has no gradient
+    capability = evolve(backend.capability, gradient=False) if case.is_in_fp8 else backend.capability
+    problems = _compare(capability, operands, kept, theirs, oracle, yardstick if needs_yardstick else None)
     if choice.block_indices is not None:
         problems += _wrong_choices(arrangement.padded(choice.block_indices, -1), problem.block_indices, near)
     return problems, rows
@@ -168,8 +173,8 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
 
 def _run_operation(operation: Operation, operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Any:
     """Return the results of the public operation for the oracle's `operands`, in the shapes of the oracle's results."""
-    if arrangement.case.window != "whole":
-        return _run_over_window(operands, arrangement, options)
+    if arrangement.case.needs_keys:
+        return _run_over_keys(operation, operands, arrangement, options)
     num_stores = {Operation.SELECT: 1, Operation.NSA: 6}.get(operation, 2)
     q, stores, rest = operands[0], operands[1 : 1 + num_stores], operands[1 + num_stores :]
     arranged = [arrangement.rows(q), *map(arrangement.store, stores), *map(arrangement.rows, rest)]
@@ -179,15 +184,31 @@ def _run_operation(operation: Operation, operands: tuple[Tensor, ...], arrangeme
     return arrangement.padded(result, -1 if operation is Operation.SELECT else 0)
 
 
-def _run_over_window(operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Tensor:
-    """Return `attend` over a ring or a window's last tokens: of all branches, or of the sliding one with gates of 1."""
-    queries, geometry = arrangement.queries(operands[0]), arrangement.case.shape.geometry
-    if len(operands) == 3:
-        win, gates = arrangement.window(*operands[1:]), torch.ones_like(operands[0][..., :3])
-        return attention.attend(queries, None, None, win, gates, geometry=geometry, **options)
-    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = operands[1:]
-    cmp, slc = Keys(k_cmp, v_cmp, k_cmp.shape[1]), Keys(k_slc, v_slc, k_slc.shape[1])
-    return attention.attend(queries, cmp, slc, arrangement.window(k_win, v_win), gates, geometry=geometry, **options)
+def _run_over_keys(operation: Operation, operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Tensor:
+    """Return out over a ring, a window's last tokens or stores of FP8, which only Keys describe."""
+    queries, case = arrangement.queries(operands[0]), arrangement.case
+    if operation is Operation.SLC:
+        call = make_call(queries.q, case.shape.geometry, case.scale, **options)
+        result: BranchOutput = run(operation, call, queries, arrangement.tokens(*operands[1:3]), operands[3])
+        return result.out
+    cmp, slc, gates = None, None, torch.ones_like(operands[0][..., :3])
+    k_win, v_win = operands[1:3]
+    if operation is Operation.NSA:
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = operands[1:]
+        cmp, slc = Keys(k_cmp, v_cmp, k_cmp.shape[1]), arrangement.tokens(k_slc, v_slc)
+    win = arrangement.tokens(k_win, v_win) if case.window == "whole" else arrangement.window(k_win, v_win)
+    return attention.attend(queries, cmp, slc, win, gates, geometry=case.shape.geometry, scale=case.scale, **options)
+
+
+def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **keywords: Any) -> Tensor:
+    """Return `select_blocks`, whose backend gets NaN for the values, which it must not read."""
+    placement = {name: keywords[name] for name in ("cu_seqlens", "query_start", "query_count", "page_table") if name in keywords}
+    queries = queries_of(q, **placement)
+    pairs = {"_cmp": (k_cmp, torch.full_like(k_cmp, float("nan")))}
+    cmp = keys_of(queries, pairs, geometry, page_table=placement.get("page_table"))["_cmp"]
+    call = make_call(q, geometry, keywords.get("scale"), keywords["backend"], keywords["registry"])
+    chosen: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
+    return chosen
 
 
 def _by_name(backend: BranchBackend) -> dict[str, str]:
@@ -195,7 +216,7 @@ def _by_name(backend: BranchBackend) -> dict[str, str]:
 
 
 def _compare(
-    backend: BranchBackend,
+    capability: Capability,
     operands: tuple[Tensor, ...],
     kept: Tensor,
     theirs: Callable[..., Any],
@@ -203,7 +224,7 @@ def _compare(
     yardstick: Callable[..., Any] | None,
 ) -> list[str]:
     """Return what differs between `theirs` in the operands' dtype and `oracle` in float64: outputs, lse, gradients."""
-    dtype, capability = operands[0].dtype, backend.capability
+    dtype = operands[0].dtype
     got = _evaluate(theirs, operands, kept, capability)
     expected = _evaluate(oracle, tuple(x.double() for x in operands), kept, capability)
     yard = _evaluate(yardstick, operands, kept, capability) if yardstick else {}
@@ -295,7 +316,7 @@ def _wrong_choices(got: Tensor, expected: Tensor, near: Tensor) -> list[str]:
 
 _OPERATIONS: dict[Operation, Callable[..., Any]] = {
     Operation.CMP: attention.compressed_attention,
-    Operation.SELECT: attention.select_blocks,
+    Operation.SELECT: _select,
     Operation.SLC: attention.selected_attention,
     Operation.WIN: attention.sliding_window_attention,
     Operation.NSA: attention.nsa_attention,

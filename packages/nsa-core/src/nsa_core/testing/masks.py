@@ -38,19 +38,21 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float |
     return torch.where(sees, out, 0).transpose(1, 2)
 
 
-def branch_attention(operation: Operation, tensors: tuple[Tensor, ...], block_indices: Tensor, shape: Shape) -> Tensor:
+def branch_attention(
+    operation: Operation, tensors: tuple[Tensor, ...], block_indices: Tensor, shape: Shape, scale: float | None = None
+) -> Tensor:
     """Return a branch, or the gated sum of all, by `math_attention`; packed sequences by a block-diagonal mask."""
     if operation is Operation.NSA:
         q, *pairs, gates = tensors
         branches = (Operation.CMP, Operation.SLC, Operation.WIN)
-        outs = [branch_attention(name, (q, *pairs[2 * i : 2 * i + 2]), block_indices, shape) for i, name in enumerate(branches)]
+        outs = [branch_attention(name, (q, *pairs[2 * i : 2 * i + 2]), block_indices, shape, scale) for i, name in enumerate(branches)]
         return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
     q, k, v = tensors
     if operation is Operation.CMP:
         k, v = k[:, : shape.num_blocks], v[:, : shape.num_blocks]
         if not shape.num_blocks:
             return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:-1], v.shape[-1])
-    return math_attention(q, k, v, _branch_mask(operation, block_indices, shape))
+    return math_attention(q, k, v, _branch_mask(operation, block_indices, shape), scale)
 
 
 def _branch_mask(operation: Operation, block_indices: Tensor, shape: Shape) -> Tensor:
