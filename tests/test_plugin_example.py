@@ -281,7 +281,7 @@ def test_whole_sequences_do_not_reach_it(cached):
 
 def test_it_conforms_over_stores_rings_and_tails():
     report = check_backend(module_at(FUSED).FusedStep())
-    steps = {"cached", "cached, ring", "cached, tail", "cached, shared k and v"}
+    steps = {"cached", "cached, ring", "cached, tail", "cached, FP8 stores", "cached, shared k and v"}
     of_one_row = {"one row, whole", "one row, ring", "one row, tail"}
     assert {case.partition(" ")[2] for case in report.passed} == steps | of_one_row
 

@@ -48,9 +48,13 @@ def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor
     """Return out and the weights summed over each group's heads; visible (B, S, G or 1, T). Rows that hold no token may be NaN."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).unflatten(2, (keys.k.shape[2], -1))
-    scores = torch.einsum("bsgrd,btgd->bsgrt", grouped, keys.k.to(dtype)) * scale
+    k, v = keys.k.to(dtype), keys.v.to(dtype)
+    if keys.k_scale is not None and keys.v_scale is not None:
+        # a store of FP8
+        k, v = k * keys.k_scale[..., None].to(dtype), v * keys.v_scale[..., None].to(dtype)
+    scores = torch.einsum("bsgrd,btgd->bsgrt", grouped, k) * scale
     weights = scores.masked_fill(~visible[:, :, :, None], -torch.inf).softmax(-1).nan_to_num()
-    out = torch.einsum("bsgrt,btgd->bsgrd", weights, keys.v.to(dtype).nan_to_num())
+    out = torch.einsum("bsgrt,btgd->bsgrd", weights, v.nan_to_num())
     return out.flatten(2, 3), weights.sum(3)
 
 

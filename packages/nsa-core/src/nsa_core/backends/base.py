@@ -176,7 +176,7 @@ class Capability:
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes of q, k and v."""
     stored_dtypes: tuple[torch.dtype, ...] = ()
-    """Dtypes that only k and v may have, such as FP8 stores with scales."""
+    """Dtypes that only k and v may have, such as FP8 stores with scales. A backend without `dtypes` gets these stores as well."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
