@@ -261,11 +261,8 @@ class NSACache:
 
     def check_count(self, num_queries: int, query_count: Tensor | None) -> None:
         """Raise InputError for a query_count of the wrong shape, or, on a CPU, one that leaves 0 .. num_queries."""
-        if query_count is None:
-            return
-        checks.check_tensor("query_count", query_count, (self.batch_size,), "(B,)", dtype=torch.int32)
-        if checks.can_read(query_count) and bool(((query_count < 0) | (query_count > num_queries)).any()):
-            raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_queries} (the rows that x has); clip it")
+        if query_count is not None:
+            checks.check_count(query_count, self.batch_size, num_queries)
 
     def crop(self, num_tokens: int | Sequence[int] | Tensor) -> None:
         """Remove the last `num_tokens` tokens of every sequence: a number for all, or integers `(B,)`, one per sequence.
