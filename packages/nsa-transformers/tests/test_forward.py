@@ -130,6 +130,21 @@ def test_the_loss_of_a_padded_row_is_that_of_the_row_alone(tiny_model, prompt, s
     torch.testing.assert_close(found, model(prompt[:1], labels=prompt[:1]).loss)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_a_trainers_batch_is_the_mean_over_its_tokens(tiny_model, prompt, side):
+    """`Trainer` divides by the labels after the first column, which with padding on the left are more than those that count."""
+    model, lengths = tiny_model(), torch.tensor([[20], [7]])
+    columns = torch.arange(20)
+    mask = (columns >= 20 - lengths if side == "left" else columns < lengths).long()
+    ids = torch.stack([prompt[0], prompt[1].roll(13) if side == "left" else prompt[1]])
+    labels = torch.where(mask == 1, ids, -100)
+    found = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum()).loss
+    alone = [model(prompt[:1], labels=prompt[:1]).loss, model(prompt[1:, :7], labels=prompt[1:, :7]).loss]
+    torch.testing.assert_close(found, (19 * alone[0] + 6 * alone[1]) / 25)
+    nothing = torch.full_like(labels, -100)
+    assert model(ids, attention_mask=mask, labels=nothing, num_items_in_batch=torch.tensor(25)).loss == 0
+
+
 def test_the_last_logits_alone_and_embedded_tokens_are_taken(tiny_model, prompt):
     model = tiny_model()
     outputs = model(prompt, output_hidden_states=True, use_cache=False)

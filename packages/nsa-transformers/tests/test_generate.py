@@ -192,6 +192,18 @@ def test_a_static_cache_is_reset_and_used_again(model, prompt, from_scratch):
         cache.check()
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_crop_that_one_layer_refuses_changes_none(tiny_model, prompt, is_static):
+    model = tiny_model("mixed")
+    cache = NSAModelCache(model.config, 40 if is_static else None, static=is_static, max_rollback=4)
+    model(prompt, past_key_values=cache)
+    with pytest.raises(CacheOverflowError, match="cannot go back by 10 from 20 tokens"):
+        cache.crop(-10)
+    step = prompt[:, :1]
+    expected = model(torch.cat([prompt, step], 1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(model(step, past_key_values=cache).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @kinds
 def test_a_cache_is_cropped_selected_and_repeated(model, prompt):
     def following(cache):

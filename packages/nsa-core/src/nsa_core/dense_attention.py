@@ -93,14 +93,18 @@ class DenseCache:
             CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, has fewer.
             InputError: for other than an integer of at least 0.
         """
+        self.check_crop(num_tokens)
+        self.lengths.sub_(num_tokens).clamp_(min=0)
+        self.held = [max(0, held - num_tokens) for held in self.held]
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise the errors of a `crop` by `num_tokens`; nothing changes."""
         if not checks.is_size(num_tokens, 0):
             raise InputError(f"num_tokens={num_tokens!r} (the rule: an integer of at least 0, for all sequences); use 1")
         if self.is_static:
             self.check()
         if self.lengths.device.type == "cpu" and bool((self.lengths < num_tokens).any()):
             raise CacheOverflowError(f"a sequence cannot go back by {num_tokens} tokens (it has {int(self.lengths.min())}); crop fewer")
-        self.lengths.sub_(num_tokens).clamp_(min=0)
-        self.held = [max(0, held - num_tokens) for held in self.held]
 
     def reset(self) -> None:
         """Empty every sequence."""

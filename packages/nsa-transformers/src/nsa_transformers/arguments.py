@@ -82,6 +82,12 @@ def labels_that_follow_tokens(labels: Tensor, mask: Tensor, ignored: int) -> Ten
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(follows_padding, ignored)], 1)
 
 
+def share_of_labels(labels: Tensor, asked: Tensor, ignored: int) -> Tensor:
+    """Return how many of the `asked` labels `(B, S)` that a loss shifts are left in `labels`, as a share; 1 where none is left."""
+    left, all_of_them = ((x[:, 1:] != ignored).sum() for x in (labels, asked))
+    return torch.where(left > 0, left / all_of_them, 1.0)
+
+
 def require_cache_position(positions: Tensor | None, past: int, num_tokens: int) -> None:
     """Raise InputError unless `positions` `(S,)`, if given, are the columns `past` .. past + S - 1."""
     if positions is None:

@@ -237,8 +237,12 @@ class NSAModelCache(Cache):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`, whose errors it raises."""
+        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`, whose errors it raises before anything changes."""
         if self.deferred is None or tokens_to_remove >= 0:
+            for layer in self.layers:
+                # layers that differ may refuse what others allow
+                if layer.store is not None and tokens_to_remove < 0:
+                    layer.store.check_crop(-int(tokens_to_remove))
             super().crop(tokens_to_remove)
             self.advance(int(tokens_to_remove))
             return

@@ -31,6 +31,7 @@ from nsa_transformers.arguments import (
     require_own_drafts,
     require_positions_of_packing,
     require_working_cache,
+    share_of_labels,
     warn_of_ignored,
 )
 from nsa_transformers.cache import NSAModelCache, described_layers
@@ -295,7 +296,11 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         loss = None
         if labels is not None:
             if attention_mask is not None:
-                labels = labels_that_follow_tokens(labels, attention_mask, kwargs.get("ignore_index", IGNORED))
+                ignored = kwargs.get("ignore_index", IGNORED)
+                asked, labels = labels, labels_that_follow_tokens(labels, attention_mask, ignored)
+                if (num_items := kwargs.get("num_items_in_batch")) is not None:
+                    # `Trainer` counts the tokens that follow padding too
+                    kwargs["num_items_in_batch"] = num_items * share_of_labels(labels, asked, ignored)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states

@@ -63,6 +63,21 @@ def test_other_kinds_are_refused_by_name(dense, convert, kind):
         convert(source.folder)
 
 
+def test_other_kinds_are_refused_by_name_whichever_key_has_them(dense, convert):
+    source = dense()
+    content = json.loads((source.folder / "config.json").read_text())
+    (source.folder / "config.json").write_text(json.dumps(content | {"rope_scaling": {"type": "dynamic", "factor": 3.0}}))
+    with pytest.raises(ConfigError, match="rope_type='dynamic' is not converted"):
+        convert(source.folder)
+
+
+def test_a_base_that_is_no_number_is_refused(dense, convert):
+    source = dense()
+    rewrite(source.folder, "new", {"rope_theta": None})
+    with pytest.raises(ConfigError, match="rope_parameters has rope_theta=None"):
+        convert(source.folder)
+
+
 def test_half_turned_heads_are_refused(dense, convert):
     source = dense()
     rewrite(source.folder, "new", {"partial_rotary_factor": 0.5})

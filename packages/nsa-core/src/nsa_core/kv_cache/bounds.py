@@ -37,14 +37,17 @@ class HostBounds:
         self.held.copy_(self.planned[0])
         self.depth.copy_(self.planned[1])
 
-    def crop(self, counts: Tensor, max_rollback: int) -> None:
-        """Take `counts` int64 `(B,)` tokens back, on the host.
+    def check_crop(self, counts: Tensor, max_rollback: int) -> None:
+        """Check that `counts` int64 `(B,)` tokens may be taken back, on the host.
 
         Raises:
             CacheOverflowError: for more than are held, or than the rings remember.
         """
+        check_crop(counts.cpu(), self.held, self.depth, max_rollback)
+
+    def crop(self, counts: Tensor) -> None:
+        """Take `counts` int64 `(B,)` tokens back, on the host."""
         counts = counts.cpu()
-        check_crop(counts, self.held, self.depth, max_rollback)
         self.held.sub_(counts)
         self.depth.add_(counts)
 
@@ -141,7 +144,7 @@ class DeviceBounds:
         """Note that the rings have the step's tokens; the lengths are advanced by now. For a step in place, `begin` did it."""
         self.reached.clamp_(min=self.lengths)
 
-    def crop(self, counts: Tensor, max_rollback: int) -> None:
+    def check_crop(self, counts: Tensor, max_rollback: int) -> None:
         """Check that `counts` int64 `(B,)` tokens may be taken back; waits for the device.
 
         Raises:
@@ -151,6 +154,9 @@ class DeviceBounds:
         if lost is not None:
             raise lost
         check_crop(counts.to(self.lengths.device), self.lengths, self.reached - self.lengths, max_rollback)
+
+    def crop(self, counts: Tensor) -> None:
+        """Do nothing: the lengths on the device are the bounds."""
 
     def lost(self, indices: Tensor | None = None) -> CacheOverflowError | None:
         """Return an error that names the sequences among `indices` (None: all) that lost tokens, None without any; waits for the device."""

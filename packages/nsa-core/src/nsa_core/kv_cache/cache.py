@@ -274,6 +274,13 @@ class NSACache:
                 sequence of a static cache lost tokens.
             InputError: for other than one count of 0 or more per sequence.
         """
+        counts = self.check_crop(num_tokens)
+        self.bounds.crop(counts)
+        # a bound may exceed the length, so checking the bound does not keep the length at 0 or above
+        self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
+
+    def check_crop(self, num_tokens: int | Sequence[int] | Tensor) -> Tensor:
+        """Return the counts int64 `(B,)` of a `crop` by `num_tokens`, whose errors are raised; nothing changes."""
         try:
             counts = num_tokens if isinstance(num_tokens, Tensor) else torch.tensor(num_tokens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
@@ -285,9 +292,9 @@ class NSACache:
         if counts.shape != (self.batch_size,) or not is_counted or bool((counts < 0).any()):
             shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
             raise InputError(f"num_tokens={shown} (0 or more, one per sequence); give {self.batch_size} counts")
-        self.bounds.crop(counts.long(), self.max_rollback)
-        # a bound may exceed the length, so checking the bound does not keep the length at 0 or above
-        self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
+        counts = counts.long()
+        self.bounds.check_crop(counts, self.max_rollback)
+        return counts
 
     def reset(self, indices: Tensor | None = None) -> None:
         """Empty the sequences at `indices` (None: all), so that new ones may begin there.

@@ -143,12 +143,13 @@ def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
 
 def _refuse_rope(content: dict[str, Any]) -> None:
     """Raise ConfigError for another kind of RoPE, before Transformers requires that kind's numbers."""
-    rope = content.get("rope_parameters") or content.get("rope_scaling")
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-    if kind not in tuple(ROPE_KEYS):
-        raise ConfigError(
-            f"rope_type={kind!r} is not converted (the rule: one of {', '.join(map(repr, ROPE_KEYS))}); use a model of one of those"
-        )
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = content.get(key)
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+        if kind not in tuple(ROPE_KEYS):
+            raise ConfigError(
+                f"rope_type={kind!r} is not converted (the rule: one of {', '.join(map(repr, ROPE_KEYS))}); use a model of one of those"
+            )
 
 
 def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path) -> Any:

@@ -73,7 +73,8 @@ def _rope(theirs: Any) -> dict[str, Any]:
         )
     for key in ("rope_theta", *ROPE_KEYS.get(kind, ()), *YARN_NUMBERS):
         value = rope.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and (value is not None or key == "rope_theta"):
             raise ConfigError(f"rope_parameters has {key}={value!r} (the rule: a number); copy config.json again")
     theta = {"rope_theta": float(rope["rope_theta"])}
     if kind == "default":
