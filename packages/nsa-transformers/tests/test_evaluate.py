@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nsa_core.errors import ConfigError, InputError
@@ -204,3 +205,33 @@ def test_pickled_weights_of_another_family_are_refused(tmp_path, tasks, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be loaded (" in line
     assert "safetensors" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("{{question}}", "{{nothere}}"), "'nothere' is undefined"),
+        (("{{question}}", "{{question"), "unexpected end of template"),
+    ],
+)
+def test_tasks_that_lm_eval_cannot_use_end_in_a_line(folder, tasks, capsys, change, message):
+    _needs_lm_eval()
+    tasks.write_text(TASKS.replace(*change))
+    assert main([str(folder), "--tasks", str(tasks)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("nsa_transformers.evaluate: --tasks=")
+    assert message in said
+
+
+def test_models_of_other_families_are_whole_and_know_every_id(tasks, tmp_path):
+    _needs_lm_eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    byte_tokenizer(128).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a tokenizer of 258 ids and a vocabulary of 99"):
+        evaluate(tmp_path, tasks)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors, such as model\.layers\.0\.mlp\.up_proj\.weight"):
+        evaluate(tmp_path, tasks)

@@ -35,6 +35,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
             f"DIR={str(folder)!r} has no config.json (an export has one); name the folder that `ckpt export --format hf` wrote"
         )
     try:
+        from jinja2 import TemplateError
         from lm_eval import simple_evaluate
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.models.huggingface import HFLM
@@ -43,12 +44,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         raise ConfigError(
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
         ) from None
-    try:
-        # a folder of another family may hold code and pickles
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
-        tokenizer = tokenizer_of(folder)
-    except (StrictDataclassError, OSError, ValueError) as error:
-        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({_line(error)}); name an export") from None
+    model, tokenizer = _opened(folder)
     wrapped = HFLM(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch_size)
     try:
         built = [ConfigurableTask(config=config) for config in configs]
@@ -57,8 +53,31 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         return dict(simple_evaluate(model=wrapped, tasks=built, task_manager=manager, limit=limit, log_samples=False))
     except NSAError:
         raise
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
         raise ConfigError(f"--tasks={str(tasks)!r}: lm-eval refuses them ({_line(error)}); see lm-eval's keys") from error
+
+
+def _opened(folder: Path) -> tuple[Any, Any]:
+    """Return the model and the tokenizer in `folder`.
+
+    Raises:
+        ConfigError: if it cannot be loaded, lacks tensors, or its tokenizer has ids beyond its vocabulary.
+    """
+    try:
+        # a folder of another family may hold code and pickles
+        model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True)
+        tokenizer = tokenizer_of(folder)
+    except (StrictDataclassError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({_line(error)}); name an export") from None
+    # Transformers fills other families' missing tensors with random numbers
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"DIR={str(folder)!r} lacks {len(missing)} tensors, such as {missing[0]}; copy it again")
+    size = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > size:
+        raise ConfigError(
+            f"DIR={str(folder)!r} has a tokenizer of {len(tokenizer)} ids and a vocabulary of {size} (each id needs a row); copy it again"
+        )
+    return model, tokenizer
 
 
 def _require_options(device: str, batch_size: int, limit: int | None) -> None:
