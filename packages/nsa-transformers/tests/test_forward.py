@@ -109,6 +109,12 @@ def test_a_mask_of_another_shape_is_refused(tiny_model, prompt):
         tiny_model()(prompt, attention_mask=torch.ones(2, 1, 20, 20), use_cache=False)
 
 
+@pytest.mark.parametrize("size", [(0, 5), (2, 0)])
+def test_an_empty_batch_is_refused(tiny_model, size):
+    with pytest.raises(InputError, match=rf"the batch has shape \({size[0]}, {size[1]}\) .*; pass a prompt"):
+        tiny_model()(torch.zeros(size, dtype=torch.int64))
+
+
 def test_the_loss_is_that_of_the_next_token(tiny_model, prompt):
     model, labels = tiny_model(), prompt.clone()
     labels[:, 5] = -100

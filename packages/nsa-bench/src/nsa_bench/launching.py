@@ -5,12 +5,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nsa_train.lifecycle.outcomes import LAUNCHER, handled
+from nsa_train.lifecycle.outcomes import STARTER, handled
 
 
 def environment_of_run(**variables: str) -> dict[str, str]:
     """Return the environment of a run that saves and ends if this process ends, with `variables` added."""
-    return {**os.environ, LAUNCHER: str(os.getpid()), **variables}  # noqa: TID251 - a process inherits it
+    return {**os.environ, STARTER: str(os.getpid()), **variables}  # noqa: TID251 - a process inherits it
 
 
 @contextmanager

@@ -192,10 +192,11 @@ def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, item in table.items():
         name = SCALING_ALIASES.get(str(key), str(key))
-        if fields.setdefault(name, item) != item:
+        if name in fields and fields[name] != item:
             raise ConfigError(
                 f"rope_scaling={dict(table)!r} gives {name} as {fields[name]!r} and as {item!r} (the keys mean the same); drop one"
             )
+        fields[name] = item
     return fields
 
 

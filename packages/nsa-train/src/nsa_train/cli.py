@@ -506,7 +506,7 @@ def import_(
 
 
 @app.command
-@ending_by_signals()
+@ending_by_signals("before the end; nothing was written; start again")
 def convert(
     source: Annotated[Path, Parameter(name="SOURCE", help="A folder with config.json and safetensors of Llama, Qwen2, Qwen3 or Mistral.")],
     /,

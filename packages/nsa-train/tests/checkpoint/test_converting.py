@@ -191,8 +191,9 @@ def test_a_signal_ends_a_conversion_and_leaves_nothing(dense: Callable[..., Path
         if "verified layer" in line:
             break
     process.send_signal(number)
-    process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == code
+    assert said.endswith("before the end; nothing was written; start again\n")
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -205,6 +205,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "changed bit": (_flipped, 1, "model.safetensors is damaged (its data do not have the SHA-256 in its header); copy it again"),
     "architecture": (lambda folder: _config(folder, model_type="llama"), 2, "has model_type='llama'"),
     "class": (lambda folder: _config(folder, architectures=["LlamaForCausalLM"]), 1, "architectures=['LlamaForCausalLM']"),
+    "no names": (lambda folder: _config(folder, architectures=True), 1, "has architectures=True (the rule: a list of names)"),
     "schema": (lambda folder: _config(folder, nsa_schema=9), 2, "has nsa_schema=9 (this version of nsa-transformers reads up to 1)"),
     "tokenizer": (lambda folder: _config(folder, eos_token_id=50256), 2, "the ids would mean other text"),
     "sizes": (lambda folder: _config(folder, hidden_size="x"), 2, "describes no model"),

@@ -21,7 +21,7 @@ from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.lifecycle.launch import Meeting, must_launch, num_processes
-from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, has_lost_launcher, joint_code, note_worker, reported, worker_pids
+from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STARTER, STOP, has_lost_launcher, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import RankWatch
 from nsa_train.telemetry.watch import is_gone, watch
@@ -256,6 +256,10 @@ def test_a_worker_knows_when_its_launcher_has_ended(monkeypatch: pytest.MonkeyPa
     ended.wait()
     monkeypatch.setenv(LAUNCHER, str(ended.pid))
     assert not has_lost_launcher(), "whoever is no worker may outlive its parent"
+    monkeypatch.setenv(STARTER, str(ended.pid))
+    assert has_lost_launcher(), "but not the one that started it to end with it"
+    monkeypatch.setenv(STARTER, str(os.getpid()))
+    assert not has_lost_launcher()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert has_lost_launcher()
     monkeypatch.setenv(LAUNCHER, str(os.getpid()))

@@ -131,8 +131,8 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         require_positions_of_packing(kwargs, position_ids)
         require_no_attentions(kwargs.get("output_attentions") or self.config.output_attentions)
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.shape[1] == 0:
-            raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
+        if 0 in x.shape[:2]:
+            raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs sequences, and a token of each); pass a prompt")
         cache = past_key_values
         if cache is not None:
             self._check_cache(cache)

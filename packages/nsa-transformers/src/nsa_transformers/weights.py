@@ -111,12 +111,19 @@ def complete_save(folder: Path, before: Mapping[str, float]) -> None:
 
 
 def require_architecture(config: Any, *others: str) -> None:
-    """Raise InputError if `config.architectures` names none of this package's classes, and none of `others`."""
+    """Raise InputError if `config.architectures` is no list of names, or names none of this package's classes, and none of `others`."""
     named = getattr(config, "architectures", None) or []
+    _require_names(named, "config.json")
     if named and not set(named) & {*ARCHITECTURES, *others}:
         raise InputError(
             f"config.json has architectures={named} (this package has {', '.join(ARCHITECTURES)}); use a checkpoint of one of them"
         )
+
+
+def _require_names(architectures: Any, where: object) -> None:
+    """Raise InputError unless `architectures` of the configuration at `where` are a list of names."""
+    if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
+        raise InputError(f"{where} has architectures={architectures!r:.120} (the rule: a list of names); use {list(ARCHITECTURES[:1])}")
 
 
 def require_whole(info: Any, where: str) -> None:
@@ -168,9 +175,8 @@ def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> 
         raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
     if (kind := content.get("model_type")) != model_type:
         raise InputError(f"{path} has model_type={kind!r} (the rule: {model_type!r}); use AutoModelForCausalLM for other models")
-    named = content.get("architectures")
-    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise InputError(f"{path} has architectures={named!r:.120} (the rule: a list of names); use {list(ARCHITECTURES[:1])}")
+    if (named := content.get("architectures")) is not None:
+        _require_names(named, path)
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
@@ -220,7 +226,7 @@ def require_floats(folder: Path, *, variant: str | None = None) -> None:
 def _is_quantized(config: Path) -> bool:
     try:
         return "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, RecursionError, ValueError, TypeError):
         # reading the configuration reports this error
         return False
 

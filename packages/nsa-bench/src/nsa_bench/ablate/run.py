@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
@@ -84,17 +85,25 @@ def check_trials(trials: Iterable[Trial], root: Path) -> None:
         OptionError: with a line for each rule that a trial breaks.
     """
     unfinished = {trial.variant: TrialFolder(root, trial) for trial in trials if not TrialFolder(root, trial).judged.is_file()}
-    problems = [f"{variant}: {line}" for variant, folder in unfinished.items() for line in _failed(folder)]
+    problems: list[str] = []
+    opened: list[tuple[Any, ...]] = []
+    for variant, folder in unfinished.items():
+        config = folder.trial.config
+        # a corpus is opened once for all variants that read it alike
+        reading = config.data, config.train.seq_len, config.train.batch_size, config.train.eval_batches
+        problems += [f"{variant}: {line}" for line in _failed(folder, opens_data=reading not in opened)]
+        opened.append(reading)
     if problems:
         raise OptionError.of(problems)
 
 
-def _failed(folder: TrialFolder) -> list[str]:
+def _failed(folder: TrialFolder, *, opens_data: bool) -> list[str]:
     """Return the rules that a trial breaks, a line each."""
     from nsa_train.preflight.judge import run_preflight
 
+    resuming = folder.run.holds_run()
     try:
-        return run_preflight(folder.trial.config, folder.run.root, resuming=folder.run.holds_run()).failed
+        return run_preflight(folder.trial.config, folder.run.root, resuming=resuming, opens_data=opens_data).failed
     except TrainError as error:
         return str(error).splitlines()
 

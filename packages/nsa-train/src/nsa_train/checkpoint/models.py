@@ -134,7 +134,7 @@ class FolderTokenizer:
         """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence."""
         ends = config.eos_token_id
         self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
-        self.separator = int((ends[0] if isinstance(ends, list | tuple) else ends) or 0)
+        self.separator = int((next(iter(ends), 0) if isinstance(ends, list | tuple) else ends) or 0)
         self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
 
     def encode(self, text: bytes) -> Tensor:

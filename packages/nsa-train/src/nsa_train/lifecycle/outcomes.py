@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -40,7 +41,9 @@ SHARED_ERRORS = (PeerError, StoppedError, GuardError, SignalledError)
 STOP = "stop"
 """The file by which the launcher reports that it received SIGTERM, SIGHUP or Ctrl-C."""
 LAUNCHER = "NSA_TRAIN_LAUNCHER"
-"""Environment variable of the workers, and of the runs that `nsa-bench` starts, with the launcher's process id."""
+"""Environment variable of the workers with the launcher's process id."""
+STARTER = "NSA_TRAIN_STARTER"
+"""Environment variable of a run that must end with the process that started it, such as `nsa-bench`; it holds that process's id."""
 LOOK_S = 0.5
 """Seconds between two checks that the launcher still runs."""
 _PARENT = os.getppid()
@@ -98,19 +101,19 @@ def is_worker() -> bool:
 
 
 def has_launcher() -> bool:
-    """Return whether a launcher started this process: ours, the agent of a user's own torchrun, or `nsa-bench`."""
-    return is_worker() or LAUNCHER in ENVIRONMENT
+    """Return whether this process must end with the one that started it: our launcher, the agent of a user's own torchrun, or a STARTER."""
+    return is_worker() or STARTER in ENVIRONMENT
 
 
 def has_lost_launcher() -> bool:
-    """Return whether a launcher started this process and has ended."""
+    """Return whether `has_launcher`, and that process has ended."""
     if not has_launcher():
         return False
     if os.getppid() != _PARENT:
         return True
     try:
         # our launcher may have ended before this module was loaded; a program between the two may have outlived it
-        os.kill(int(ENVIRONMENT.get(LAUNCHER, _PARENT)), 0)
+        os.kill(int(ENVIRONMENT.get(LAUNCHER if is_worker() else STARTER, _PARENT)), 0)
     except ProcessLookupError:
         return True
     except PermissionError:
@@ -173,15 +176,21 @@ def handled(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], 
 
 
 @contextmanager
-def ending_by_signals() -> Iterator[None]:
+def ending_by_signals(then: str = UNSAVED) -> Iterator[None]:
     """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
 
-    Handlers are set only in the main thread, as by `handled`.
+    Handlers are set only in the main thread, as by `handled`. `then`: what the message says after the cause.
 
     Raises:
         SignalledError: from the block, with the documented exit code.
     """
-    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
+    stop = partial(_terminate, then)
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+        signal.SIGTERM: stop,
+        signal.SIGHUP: stop,
+        signal.SIGINT: partial(_interrupt, then),
+        signal.SIGUSR1: _dump_stacks,
+    }
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(handlers if is_main else {}):
@@ -212,16 +221,16 @@ def last_words() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _terminate(then: str, number: int, frame: FrameType | None) -> None:
     if isinstance(sys.exc_info()[1], TrainError):
         # the process is ending and prints why
         return
     cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
-    raise SignalledError(f"stopped by {cause} {UNSAVED}", exit_code=TerminatedError.exit_code)
+    raise SignalledError(f"stopped by {cause} {then}", exit_code=TerminatedError.exit_code)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise SignalledError(f"interrupted by Ctrl-C {UNSAVED}", exit_code=INTERRUPTED)
+def _interrupt(then: str, number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalledError(f"interrupted by Ctrl-C {then}", exit_code=INTERRUPTED)
 
 
 def _dump_stacks(number: int, frame: FrameType | None) -> None:
