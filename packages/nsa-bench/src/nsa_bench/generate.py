@@ -8,10 +8,9 @@ kernel. Weights are random, and tokens are the likeliest ones.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from itertools import pairwise, product
-from statistics import median
+from itertools import product
 from typing import Any
 
 import attrs
@@ -195,30 +194,33 @@ def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]
 
 
 class Stamps:
-    """A processor of logits that changes nothing and notes when each token's logits are there."""
+    """A processor of logits that changes nothing and notes when those of the tokens with the numbers `noted` are there.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    It waits for the GPU at these tokens only, because a loop may run ahead of it.
+    """
+
+    def __init__(self, noted: Collection[int], device: torch.device) -> None:
+        self.noted, self.device = noted, device
+        self.count = 0
         self.times: list[float] = []
         """Seconds."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Note the time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter())
+        if self.count in self.noted:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.times.append(time.perf_counter())
+        self.count += 1
         return scores
 
 
 def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> dict[str, float]:
-    """Return the time in ms until a prompt's first token, and the median of those of the tokens after SETTLING more.
-
-    The loop of `generate` reads each token on the host, so a wait for the GPU at each token adds little.
-    """
+    """Return the time in ms until a prompt's first token, and the mean of those of the tokens after SETTLING more."""
     prompt = torch.randint(0, case.vocab_size, (case.batch, case.prompt), device=device)
 
     def generated() -> tuple[float, list[float]]:
-        stamps, began = Stamps(device), time.perf_counter()
+        stamps, began = Stamps((0, SETTLING, case.num_generated - 1), device), time.perf_counter()
         ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=case.num_generated, do_sample=False,
             cache_implementation="static", logits_processor=[stamps],
@@ -228,9 +230,8 @@ def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> d
 
     # kernels are compiled
     generated()
-    began, times = generated()
-    steps = [later - earlier for earlier, later in pairwise(times[SETTLING:])]
-    return {"prompt_ms": 1e3 * (times[0] - began), "step_ms": 1e3 * median(steps)}
+    began, (first, settled, last) = generated()
+    return {"prompt_ms": 1e3 * (first - began), "step_ms": 1e3 * (last - settled) / case.new_tokens}
 
 
 def _nsa_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from nsa_transformers.arguments import (
 )
 from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
+from nsa_transformers.decoding import decode_ahead, may_decode_ahead
 from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
 from nsa_transformers.weights import Stored
 
@@ -338,6 +339,23 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
                 # the target drops a mask of ones, and an accepted token may be the pad token
                 kwargs["attention_mask"] = torch.ones_like(ids)
         return super().generate(inputs, *args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Return what `GenerationMixin._sample` returns, where possible without a wait for the GPU at each token."""
+        if not synced_gpus and may_decode_ahead(model_kwargs, generation_config, input_ids.device):
+            return decode_ahead(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs)
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        )
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return True if `generate` compiles its steps: only where a `compile_config` asks for it.
