@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import attrs
@@ -37,6 +38,7 @@ GPU_BATCH, CPU_BATCH = "1,16", "1"
 WAYS = ("nsa", "nsa graph", "dense graph", "transformers")
 SETTLING = 4
 """Tokens of a generation, after the first, that are not timed: steps are captured then."""
+GENERATIONS = 3
 LOOPS, LOOP_STEPS = 3, 20
 """A step by graph takes the median of so many loops, each divided by its steps."""
 ROOM = 2 + LOOPS * LOOP_STEPS + 1
@@ -216,7 +218,7 @@ class Stamps:
 
 
 def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> dict[str, float]:
-    """Return the time in ms until a prompt's first token, and the mean of those of the tokens after SETTLING more."""
+    """Return medians of GENERATIONS: the ms until a prompt's first token, and those of a token after SETTLING more, a mean over all of them."""
     prompt = torch.randint(0, case.vocab_size, (case.batch, case.prompt), device=device)
 
     def generated() -> tuple[float, list[float]]:
@@ -230,8 +232,11 @@ def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> d
 
     # kernels are compiled
     generated()
-    began, (first, settled, last) = generated()
-    return {"prompt_ms": 1e3 * (first - began), "step_ms": 1e3 * (last - settled) / case.new_tokens}
+    runs = [generated() for _ in range(GENERATIONS)]
+    return {
+        "prompt_ms": 1e3 * median(first - began for began, (first, *_) in runs),
+        "step_ms": 1e3 * median(last - settled for _, (_, settled, last) in runs) / case.new_tokens,
+    }
 
 
 def _nsa_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
