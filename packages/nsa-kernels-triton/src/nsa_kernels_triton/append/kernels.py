@@ -215,7 +215,7 @@ def append_kernel(
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, GROUPS: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
     HALF_K: tl.constexpr, HALF_V: tl.constexpr, HALF_WIDTH_K: tl.constexpr, HALF_WIDTH_V: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, RING_A: tl.constexpr, RING_B: tl.constexpr, RING_C: tl.constexpr,
-    WRITTEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr, TILES_V: tl.constexpr,
+    WRITTEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of WRITTEN stores (a, b and c), and the blocks of "raw" that they complete; a store without v has None for it.

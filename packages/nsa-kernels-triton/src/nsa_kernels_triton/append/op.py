@@ -203,7 +203,7 @@ def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start
         num_new, batch, numbers, item_tiles, *stores[0].sizes, *stores[1].sizes, *stores[2].sizes, ring_rows, *cmp_sizes, phi.factor,
         GROUPS=next_power_of_2(num_groups), HALF_WIDTH_K=next_power_of_2(half_k), HALF_WIDTH_V=next_power_of_2(half_v),
         TOKENS=next_power_of_2(size), RING_A=stores[0].ring, RING_B=stores[1].ring, RING_C=stores[2].ring, WRITTEN=len(rows),
-        SPLIT_TOKENS=cdiv(size, splits), TILES_K=tiles_k, TILES_V=tiles_v, **both,
+        SPLIT_TOKENS=cdiv(size, splits), TILES_K=tiles_k, **both,
     )  # fmt: skip
     if not tiles_k:
         return
