@@ -1,5 +1,6 @@
 """The loop that starts a step before it reads whether the text has ended, against the loop of Transformers; on a CPU it is asked for by name."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,32 @@ def test_only_tokens_over_a_static_cache_on_a_gpu_are_decoded_ahead(tiny_model: 
     assert not answer(static, return_dict_in_generate=True)
     assert not answer(static, is_assistant=True)
     assert not answer(static, compile_config=CompileConfig())
+
+
+@pytest.mark.parametrize("name", modeling.STEP)
+@pytest.mark.parametrize("on_class", [True, False], ids=["subclass", "instance"])
+def test_a_step_that_others_change_runs_in_the_plain_loop(
+    tiny_model: Callable[..., NSAForCausalLM], prompt: Tensor, monkeypatch: pytest.MonkeyPatch, name: str, on_class: bool
+) -> None:
+    model = tiny_model()
+    calls, plain = [], getattr(model, name)
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=COUNT)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return plain(*args[on_class:], **kwargs)
+
+    changed.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+    if on_class:
+        model.__class__ = type("Changed", (NSAForCausalLM,), {name: changed})
+    else:
+        setattr(model, name, changed)
+    monkeypatch.setattr(modeling, "may_decode_ahead", lambda *_: True)
+
+    found = model.generate(prompt, cache_implementation="static", do_sample=False, max_new_tokens=COUNT)
+
+    assert torch.equal(found, expected)
+    assert len(calls) >= COUNT - 1
 
 
 @pytest.mark.hardware(capability=(8, 0))

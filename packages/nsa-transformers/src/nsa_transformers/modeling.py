@@ -40,6 +40,9 @@ from nsa_transformers.decoding import decode_ahead, may_decode_ahead
 from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
 from nsa_transformers.weights import Stored
 
+STEP = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods that make a step of generation."""
+
 
 class NSABlock(GradientCheckpointingLayer, Block):
     """A layer of the decoder; with `gradient_checkpointing_enable` it is recomputed in the backward pass."""
@@ -351,7 +354,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """Return what `GenerationMixin._sample` returns, where possible without a wait for the GPU at each token."""
-        if not synced_gpus and may_decode_ahead(model_kwargs, generation_config, input_ids.device):
+        # a step of others' making, such as an adapter's, may need more than the last token
+        is_own = all(getattr(getattr(self, name), "__func__", None) is getattr(NSAForCausalLM, name) for name in STEP)
+        if is_own and not synced_gpus and may_decode_ahead(model_kwargs, generation_config, input_ids.device):
             return decode_ahead(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs)
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
