@@ -4,6 +4,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, get_args
 
 import attrs
@@ -98,6 +99,7 @@ def _line_of(found: re.Match[str], text: str) -> int:
     return text.count("\n", 0, found.start()) + 1
 
 
+@cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     # innermost first: a class's hook uses those of its fields
