@@ -560,8 +560,9 @@ def test_pages_that_no_row_needs_may_be_anything(operation):
     # 3 tokens fill one page; a sequence without rows needs none
     paged_call(operation, [[0, 1, 2], [2, 9, -1]])
     paged_call(operation, [[0, 1, 2], [9, 9, 9]], counts=(9, 0))
+    # 8 tokens are two pages, and their third block lies in the second
     with pytest.raises(InputError, match=r"page_table\[1, 1\]=9 names no page of .*sequence 1 needs its first 2"):
-        paged_call(operation, [[0, 1, 2], [2, 9, -1]], counts=(9, 4))
+        paged_call(operation, [[0, 1, 2], [2, 9, -1]], counts=(9, 7))
 
 
 @OPERATIONS

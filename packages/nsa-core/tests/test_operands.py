@@ -26,6 +26,7 @@ from nsa_core import (
 from nsa_core.attention import append_rows
 from nsa_core.backends.base import NewRows
 from nsa_core.backends.layouts import over_rows
+from nsa_core.blocks import num_compressed_blocks
 from nsa_core.dispatch import make_call
 from nsa_core.reference import naive
 from nsa_core.reference.choose import choose
@@ -327,8 +328,30 @@ def test_offsets_of_compressed_keys_are_those_of_their_sequences_blocks(offsets)
 def test_a_page_table_too_narrow_for_the_queries_is_refused(mixed):
     q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
     narrow = mixed.options | {"page_table": (mixed.table, mixed.table[:, :3].contiguous())}
-    with pytest.raises(InputError, match="page_table has 3 entries a sequence where sequence 3 has 6 pages of k_cmp"):
+    with pytest.raises(InputError, match="page_table has 3 entries a sequence where sequence 1 has 5 pages of k_cmp"):
         nsa_attention(q, *mixed.stores, gates, **narrow)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+def test_pages_of_compressed_keys_are_needed_for_the_blocks_that_queries_see(mixed, rows):
+    q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
+    counts = [num_compressed_blocks(last, SMALL) for _, last in CHUNKS + STEPS]
+    width = -(-max(counts) // rows)
+    table = torch.arange(len(counts) * width, dtype=torch.int32).view(-1, width)
+    stores = []
+    for x in (mixed.whole.k_cmp, mixed.whole.v_cmp):
+        store = x.new_full((table.numel() * rows, *x.shape[2:]), float("nan"))
+        for b, count in enumerate(counts):
+            store[b * width * rows : b * width * rows + count] = x[b, :count]
+        stores.append(store.unflatten(0, (-1, rows)))
+    is_needed = torch.arange(width) < torch.tensor([[-(-count // rows)] for count in counts])
+    options = mixed.options | {"page_table": (mixed.table, table.where(is_needed, -1))}
+    expected = mixed.ragged(nsa_attention(*mixed.whole.tensors, geometry=SMALL))
+    assert relative_error(nsa_attention(q, *stores, *mixed.stores[2:], gates, **options), expected) < 1e-12
+    last = int(is_needed[0].sum()) - 1
+    options["page_table"][1][0, last] = -1
+    with pytest.raises(InputError, match=rf"page_table\[0, {last}\]=-1 names no page of k_cmp .*sequence 0 needs its first {last + 1}"):
+        nsa_attention(q, *stores, *mixed.stores[2:], gates, **options)
 
 
 def test_the_bound_of_a_ring_may_be_its_rows_or_its_sequences_tokens(step):

@@ -15,7 +15,7 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
 from nsa_core.reference.rows import positions_of
-from nsa_core.varlen import cu_blocks_from_cu_seqlens
+from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens
 
 INT32_MAX = 2**31 - 1
 """The longest sequence: positions are int32."""
@@ -334,7 +334,7 @@ def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
 
 
 def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
-    """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
+    """Pages up to each sequence's last query row, or last block that is visible there, must exist, each once; entries beyond are never read."""
     page_table, num_pages, page_size, name = x.page_table, x.k.shape[0], x.k.shape[1], f"k{ending}"
     # on a GPU a tensor from a Python number would wait for its copy
     if queries.start is None or not checks.can_read(page_table) or not page_size:
@@ -344,13 +344,13 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
     if _is_part(x):
         # fewer tokens than the sequence has; the window's checks know how many
         last_tokens = last_tokens.clamp(max=page_size * page_table.shape[1])
-    page_size *= geometry.compression_stride if ending == "_cmp" else 1
-    num_needed = (last_tokens + page_size - 1) // page_size
+    num_rows, rows_name = (compressed_lengths(last_tokens, geometry), "blocks") if ending == "_cmp" else (last_tokens, "tokens")
+    num_needed = (num_rows + page_size - 1) // page_size
     if int(num_needed.max()) > page_table.shape[1]:
         b = int(num_needed.argmax())
         raise InputError(
             f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
-            f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
+            f"(a page holds {page_size} {rows_name}); give it {int(num_needed[b])} entries"
         )
     needed = torch.arange(page_table.shape[1], device=page_table.device) < num_needed.unsqueeze(1)
     for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
