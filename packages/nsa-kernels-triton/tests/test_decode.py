@@ -266,8 +266,8 @@ def test_only_a_step_behind_append_starts_early(monkeypatch: pytest.MonkeyPatch)
     assert [op.StepSizes.of(*each[:4], SMALL).starts_early for each in (step, after_append(step))] == [False, True]
 
 
-def in_a_ring(step: Step, case: Case) -> Step:
-    length = case.geometry.window_size - 1 + max(case.counts)
+def in_a_ring(step: Step, case: Case, page_size: int = 1) -> Step:
+    length = -(-(case.geometry.window_size - 1 + max(case.counts)) // page_size) * page_size
     stores = []
     for x in (step.win.k, step.win.v):
         ring = torch.full_like(x[:, :length], torch.nan)
@@ -286,19 +286,24 @@ def as_a_tail(step: Step, case: Case) -> Step:
     return step._replace(win=Keys(k, v, length, first=int32(*firsts)))
 
 
-def in_pages(step: Step, case: Case) -> Step:
-    def paged(keys: Keys, page_size: int) -> Keys:
-        batch, num_pages = keys.k.shape[0], -(-keys.k.shape[1] // page_size)
-        order = torch.randperm(batch * num_pages, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        stores = []
-        for x in (keys.k, keys.v):
-            fill = x.new_full((batch, num_pages * page_size - x.shape[1], *x.shape[2:]), torch.nan)
-            pages = torch.cat([x, fill], 1).reshape(-1, page_size, *x.shape[2:])
-            stores.append(torch.empty_like(pages).index_copy(0, order, pages))
-        table = order.to(torch.int32).view(batch, num_pages)
-        return Keys(stores[0], stores[1], keys.max_count, page_table=table)
+def paged(keys: Keys, page_size: int) -> Keys:
+    batch, num_pages = keys.k.shape[0], -(-keys.k.shape[1] // page_size)
+    order = torch.randperm(batch * num_pages, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    stores = []
+    for x in (keys.k, keys.v):
+        fill = x.new_full((batch, num_pages * page_size - x.shape[1], *x.shape[2:]), torch.nan)
+        pages = torch.cat([x, fill], 1).reshape(-1, page_size, *x.shape[2:])
+        stores.append(torch.empty_like(pages).index_copy(0, order, pages))
+    table = order.to(torch.int32).view(batch, num_pages)
+    return keys._replace(k=stores[0], v=stores[1], page_table=table)
 
+
+def in_pages(step: Step, case: Case) -> Step:
     return step._replace(cmp=paged(step.cmp, 4), slc=paged(step.slc, 16), win=paged(step.win, 8))
+
+
+def window_in_pages(step: Step) -> Step:
+    return step._replace(win=paged(step.win, 8))
 
 
 def ragged(step: Step, case: Case) -> Step:
@@ -316,6 +321,8 @@ PLACES: dict[str, Callable[[Step, Case], Step]] = {
     "ring": in_a_ring,
     "tail": as_a_tail,
     "pages": in_pages,
+    "ring over pages": lambda step, case: window_in_pages(in_a_ring(step, case, page_size=8)),
+    "tail over pages": lambda step, case: window_in_pages(as_a_tail(step, case)),
     "ragged": ragged,
     "ragged over pages": lambda step, case: ragged(in_pages(step, case), case),
 }

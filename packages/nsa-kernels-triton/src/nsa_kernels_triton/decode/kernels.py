@@ -43,14 +43,17 @@ def _rows_of_step(sequence, cu_seqlens_ptr, start_ptr, count_ptr, num_queries, R
 @triton.jit
 def _store_rows(sequence, positions, mask, table_ptr, first_ptr, num_rows, num_pages, table_width, RING: tl.constexpr):
     """Return the rows, int64, of a store (pages or sequences, num_rows, G, D) that hold a sequence's `positions`, where `mask`."""
+    if RING:
+        size = num_rows
+        if table_ptr is not None:
+            size = num_rows * table_width
+        positions = positions % size
+    elif first_ptr is not None:
+        positions -= tl.load(first_ptr + sequence)
     if table_ptr is not None:
         page = tl.load(table_ptr + wide(sequence) * table_width + positions // num_rows, mask=mask, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         return page.to(tl.int64) * num_rows + positions % num_rows
-    if RING:
-        return wide(sequence) * num_rows + positions % num_rows
-    if first_ptr is not None:
-        positions -= tl.load(first_ptr + sequence)
     return wide(sequence) * num_rows + positions
 
 

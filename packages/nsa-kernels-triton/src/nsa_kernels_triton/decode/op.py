@@ -169,10 +169,9 @@ class Extent(NamedTuple):
     def of(cls, keys: Keys) -> "Extent":
         """Return the size of `keys`."""
         pages, rows = keys.k.shape[:2]
-        if keys.page_table is None:
-            return cls(rows, pages, 0, 2**31 - 1 if keys.ring else rows)
-        width = keys.page_table.shape[1]
-        return cls(rows, pages, width, width * rows)
+        width = 0 if keys.page_table is None else keys.page_table.shape[1]
+        size = rows if keys.page_table is None else width * rows
+        return cls(rows, pages, width, 2**31 - 1 if keys.ring else size)
 
 
 class Launch(NamedTuple):
