@@ -119,6 +119,10 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
             continue
         if not isinstance(x, Keys):
             raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys holds the positions of keys); use Keys(k, v, max_count)")
+        if any(store is None for store in (x.k, x.v)):
+            raise InputError(
+                f"one of k{ending} and v{ending} is None (Keys holds both); give both, or None for the Keys of an absent branch"
+            )
         check_ranks(x.k, x.v, ending, is_paged=x.page_table is not None)
         least = blocks.num_compressed_blocks(queries.max_count, geometry) if ending == "_cmp" else queries.max_count
         if queries.start is not None:
@@ -221,6 +225,8 @@ def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometr
         raise InputError(f"{name} is paged, a ring or a part of its sequence without queries.start (rows need a position); give start")
     if _is_part(x) and ending not in ("", "_win"):
         raise InputError(f"{name} is a ring or a part of its sequence (only the sliding branch reads so few keys); give all of its keys")
+    if x.ring and x.first is not None:
+        raise InputError(f"{name} is a ring with first (row p % T of a ring holds position p, wherever its tokens begin); drop one of them")
     if (x.cu_seqlens is not None) != is_packed:
         state, fix = ("missing", "give") if is_packed else ("given", "drop")
         raise InputError(f"{name}.cu_seqlens is {state} (packed queries have packed keys, others none); {fix} it")
