@@ -112,8 +112,10 @@ def check_scale(scale: object) -> None:
 
 def check_dtype(dtype: object) -> None:
     """Raise InputError unless `dtype`, of the stores of a cache, is a floating one or None."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InputError(f"dtype={dtype!r} is no dtype of keys and values (the rule: a floating torch.dtype); use torch.float32")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise InputError(
+            f"dtype={dtype!r} is no dtype of keys and values (the rule: a floating torch.dtype, of 8 bits only as kv_dtype); use torch.float32"
+        )
 
 
 def check_absent(absent: object) -> None:

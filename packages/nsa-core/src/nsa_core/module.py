@@ -142,14 +142,20 @@ class NativeSparseAttention(nn.Module):
     ) -> NSACache:
         """Return an empty cache on `device` (None: the weights' own); see `NSACache` and `CacheOptions`.
 
-        `dtype` None: autocast's, or the weights' own.
+        `dtype` None: autocast's, or the weights' own; float64 weights keep theirs under autocast.
 
         Raises:
             InputError: for sizes, options or a dtype that no cache has.
         """
         checks.check_dtype(dtype)
         weight = self.q_proj.weight
-        if dtype is None and weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
+        # autocast leaves float64 as it is
+        if (
+            dtype is None
+            and weight.dtype != torch.float64
+            and weight.device.type != "meta"
+            and torch.is_autocast_enabled(weight.device.type)
+        ):
             dtype = torch.get_autocast_dtype(weight.device.type)
         options = CacheOptions(
             static=static,
@@ -245,7 +251,9 @@ class NativeSparseAttention(nn.Module):
         is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
         if not is_autocast and x.dtype != weight.dtype:
             raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")
-        if not is_autocast and cache is not None and cache.dtype != weight.dtype:
+        # autocast casts to and from any dtype but float64
+        is_cast = is_autocast and torch.float64 not in (weight.dtype, getattr(cache, "dtype", None))
+        if not is_cast and cache is not None and cache.dtype != weight.dtype:
             raise InputError(f"the cache holds {cache.dtype}, the layer computes in {weight.dtype}; build it with this layer's new_cache")
         if cu_seqlens is not None and (cache is not None or query_count is not None):
             raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")

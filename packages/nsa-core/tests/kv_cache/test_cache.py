@@ -682,6 +682,22 @@ def test_under_autocast_a_cache_may_be_of_a_third_dtype(random_layer, random_inp
     assert (out - whole).abs().max() <= 2**-6 * whole.abs().max()
 
 
+def test_under_autocast_a_float64_layer_keeps_its_dtype_and_so_does_its_cache(random_layer, random_input):
+    layer, x = random_layer(CONFIG, dtype=torch.float64), random_input(1, 19, 8, dtype=torch.float64)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = layer.new_cache(1, 19)
+        out = torch.cat([layer(x[:, :11], cache=cache), layer(x[:, 11:], cache=cache)], 1)
+        narrow, single = layer.new_cache(1, 19, dtype=torch.bfloat16), random_layer(CONFIG, dtype=torch.float32)
+        with pytest.raises(InputError, match="^the cache holds torch.bfloat16, the layer computes in torch.float64; build it with"):
+            layer(x, cache=narrow)
+        with pytest.raises(InputError, match="^the cache holds torch.float64, the layer computes in torch.float32; build it with"):
+            single(x.float(), cache=single.new_cache(1, 19, dtype=torch.float64))
+
+    assert cache.dtype == torch.float64
+    assert (out - layer(x)).abs().max() < 1e-12
+
+
 def test_the_cache_keeps_no_graph(random_layer, random_input):
     layer = random_layer(CONFIG)
     cache = layer.new_cache(1, 20)
@@ -991,7 +1007,7 @@ def test_pages_without_a_size_are_refused(random_layer):
         random_layer(CONFIG).new_cache(2, 64, num_pages=5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.int32])
-def test_a_dtype_of_stores_that_is_not_floating_is_refused(random_layer, dtype):
+@pytest.mark.parametrize("dtype", ["float32", torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_dtype_that_no_keys_are_computed_in_is_refused(random_layer, dtype):
     with pytest.raises(InputError, match=f"^dtype={dtype!r} is no dtype of keys and values .* use torch.float32$"):
         random_layer(CONFIG).new_cache(2, 64, dtype=dtype)
