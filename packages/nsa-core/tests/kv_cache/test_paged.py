@@ -170,6 +170,11 @@ def test_selected_and_cropped_sequences_of_pages_go_on(random_layer, random_inpu
             "pages=[0.5, 1.5] is no list of integers (they number pages); use [0, 1]",
         ),
         (
+            lambda cache: cache.pages.assign(1, [True, False]),
+            InputError,
+            "pages=[True, False] is no list of integers (they number pages); use [0, 1]",
+        ),
+        (
             lambda cache: cache.pages.assign(1, 3),
             InputError,
             "pages=3 is no list of integers (they number pages); use [0, 1]",

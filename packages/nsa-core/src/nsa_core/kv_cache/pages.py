@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from nsa_core import checks
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.varlen import compressed_lengths
+
+
+def _number(page: SupportsIndex) -> int:
+    """Return a page's number; a bool is none."""
+    if isinstance(page, bool):
+        raise TypeError
+    return index(page)
 
 
 class Copies(NamedTuple):
@@ -65,7 +72,7 @@ class PageTable:
             raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
         try:
             # a tensor's numbers become the host's, which counts the readers of each page
-            pages = [index(page) for page in pages]
+            pages = [_number(page) for page in pages]
         except TypeError:
             raise InputError(f"pages={pages!r:.120} is no list of integers (they number pages); use [0, 1]") from None
         if outside := [page for page in pages if not 0 <= page < self.num_pages]:
