@@ -117,3 +117,13 @@ def test_an_unknown_kv_dtype_is_refused(random_layer, kv_dtype):
         random_layer(CONFIG).new_cache(1, 8, kv_dtype=kv_dtype)
 
     assert str(caught.value) == f"kv_dtype={kv_dtype} is no dtype of token stores (the rule: None or torch.float8_e4m3fn); use None"
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_kv_dtype_that_no_store_takes_is_said_to_be_unused(random_layer, static):
+    layer = random_layer(attrs.evolve(CONFIG, branches=("cmp",)))
+
+    with pytest.warns(UserWarning, match=r"^kv_dtype=torch.float8_e4m3fn is not used with branches=\('cmp',\) .*; leave it out$") as caught:
+        cache = layer.new_cache(1, 8, static=static, kv_dtype=FP8)
+
+    assert (caught[0].filename, cache.nbytes) == (__file__, layer.new_cache(1, 8, static=static).nbytes)

@@ -1,5 +1,6 @@
 """The tensors of a cache: their sizes, their growth, and the order of their sequences."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ class Stores:
         block = config.geometry.selection_block_size
         if options.pages is not None and (options.pages.page_size < 1 or options.pages.page_size % block):
             raise InputError(f"page_size={options.pages.page_size} is no multiple of selection_block_size={block}; use {block}")
+        if options.kv_dtype is not None and not set(CONVERTED) & set(config.branches):
+            warnings.warn(
+                f"kv_dtype={options.kv_dtype} is not used with branches={config.branches} (it converts the stores of 'slc' and 'win'); leave it out",
+                stacklevel=4,
+            )
         self.config, self.pages, self.capacity, self.max_rollback = config, options.pages, options.capacity, options.max_rollback
         self.dtype, self.kv_dtype = options.dtype, options.kv_dtype
         self.keys: dict[str, Tensor] = {}
