@@ -323,6 +323,22 @@ def test_a_padded_cache_that_comes_without_its_mask_says_what_is_missing(tiny_mo
         model.generate(torch.cat([prompt, prompt], 1), past_key_values=cache, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_a_mask_that_contradicts_the_tokens_of_a_cache_is_refused(tiny_model, prompt, is_deferred, num_new):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :6] = 0
+    new = prompt[:, :num_new]
+    with torch.no_grad():
+        cache = model(prompt, attention_mask=mask, use_cache=None if is_deferred else True).past_key_values
+        for wrong, found in ((torch.ones_like(mask), 20), (mask.flip(0), 20), (torch.cat([mask[:, 1:], mask[:, -1:]], 1), 15)):
+            with pytest.raises(InputError, match=rf"attention_mask has (14|{found}) valid tokens before the new ones in row [01] \(past_key_values holds "):
+                model(new, attention_mask=torch.cat([wrong, torch.ones_like(new)], 1), past_key_values=cache)
+        logits = model(new, attention_mask=torch.cat([mask, torch.ones_like(new)], 1), past_key_values=cache).logits
+        expected = model(torch.cat([prompt[1:, 6:], new[1:]], 1), use_cache=False).logits[:, -num_new:]
+    torch.testing.assert_close(logits[1:], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["rope_theta", "rope_parameters", "head_dim", "attention_bias", "num_selected_blocks", "qk_norm"])
 def test_keys_of_other_models_are_not_ignored(tiny_config, name):
     with pytest.raises(ConfigError, match=f"config.json has {name} .*use "):

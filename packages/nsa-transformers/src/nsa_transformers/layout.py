@@ -85,6 +85,19 @@ def require_no_holes(is_valid: Tensor) -> None:
         )
 
 
+def require_mask_of_past(mask: Tensor, num_tokens: int, lengths: Tensor) -> None:
+    """Raise InputError if `mask` `(B, past + S)` says of earlier columns that other numbers of tokens are valid than the cache's `lengths` `(B,)`."""
+    if mask.shape[1] == num_tokens:
+        return
+    marked = (mask[:, :-num_tokens] != 0).sum(1)
+    if bool((is_other := marked != lengths.to(mask.device)).any()):
+        row = int(is_other.int().argmax())
+        raise InputError(
+            f"attention_mask has {int(marked[row])} valid tokens before the new ones in row {row} (past_key_values holds {int(lengths[row])} there, "
+            "and a step does not change them); begin it with the mask that the earlier tokens came with"
+        )
+
+
 def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Packing | None:
     """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None if each row is one sequence.
 

@@ -37,7 +37,16 @@ from nsa_transformers.arguments import (
 from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
 from nsa_transformers.decoding import decode_ahead, may_decode_ahead
-from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
+from nsa_transformers.layout import (
+    move,
+    packing_of,
+    padding_in_graph,
+    padding_of,
+    require_marks,
+    require_mask_of_past,
+    require_no_holes,
+    require_positions,
+)
 from nsa_transformers.weights import Stored
 
 STEP = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -119,8 +128,8 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         Those of a valid token do not depend on the padding; at a position of padding they are finite and mean nothing.
 
         Raises:
-            InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of
-                another model.
+            InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes or other than that of the cache's
+                tokens, other positions, or a cache of another model.
             CacheOverflowError: for more tokens than a static cache has room for; single tokens on a GPU are dropped, and
                 `past_key_values.check()` says so.
         """
@@ -218,6 +227,8 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         elif mask is not None and not is_single:
             padding = padding_of(mask, batch_size, num_tokens, int(cache.get_seq_length()))
         stores = [layer.store for layer in cache.layers]
+        if mask is not None and not is_single and not torch.compiler.is_compiling():
+            require_mask_of_past(mask, num_tokens, stores[0].lengths)
         if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
         # a replay records no states, and would not notice what a subclass adds to its layers
