@@ -332,7 +332,9 @@ def test_a_mask_that_contradicts_the_tokens_of_a_cache_is_refused(tiny_model, pr
     with torch.no_grad():
         cache = model(prompt, attention_mask=mask, use_cache=None if is_deferred else True).past_key_values
         for wrong, found in ((torch.ones_like(mask), 20), (mask.flip(0), 20), (torch.cat([mask[:, 1:], mask[:, -1:]], 1), 15)):
-            with pytest.raises(InputError, match=rf"attention_mask has (14|{found}) valid tokens before the new ones in row [01] \(past_key_values holds "):
+            with pytest.raises(
+                InputError, match=rf"attention_mask has (14|{found}) valid tokens before the new ones in row [01] \(past_key_values holds "
+            ):
                 model(new, attention_mask=torch.cat([wrong, torch.ones_like(new)], 1), past_key_values=cache)
         logits = model(new, attention_mask=torch.cat([mask, torch.ones_like(new)], 1), past_key_values=cache).logits
         expected = model(torch.cat([prompt[1:, 6:], new[1:]], 1), use_cache=False).logits[:, -num_new:]
@@ -360,6 +362,18 @@ def test_keys_of_other_models_are_not_ignored(tiny_config, name):
         (lambda ids: {"input_ids": ids, "labels": ids + 50}, r"labels hold \d+ \(the vocabulary has ids 0 .. 49, and -100 marks"),
         (lambda ids: {"input_ids": ids, "labels": ids - 99}, r"labels hold -\d+ \(the vocabulary"),
         (lambda ids: {"input_ids": ids, "labels": ids, "logits_to_keep": 4}, r"logits_to_keep=4 came with labels"),
+        (lambda ids: {"input_ids": ids.tolist(), "labels": ids}, r"input_ids is a list .*use torch.tensor\(input_ids\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids.tolist()}, r"labels is a list .*use torch.tensor\(labels\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids.numpy()}, r"labels is a ndarray .*use torch.tensor\(labels\)"),
+        (
+            lambda ids: {"input_ids": ids, "attention_mask": [[1] * 20] * 2},
+            r"attention_mask is a list .*use torch.tensor\(attention_mask\)",
+        ),
+        (lambda ids: {"input_ids": ids, "position_ids": [[*range(20)]]}, r"position_ids is a list .*use torch.tensor\(position_ids\)"),
+        (lambda ids: {"input_ids": ids, "cache_position": [*range(20)]}, r"cache_position is a list .*use torch.tensor\(cache_position\)"),
+        (lambda ids: {"inputs_embeds": torch.ones(2, 5, 32, dtype=torch.int64)}, r"inputs_embeds is torch.int64 .*pass ids as input_ids"),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": -3}, r"logits_to_keep=-3 .*integer >= 0, 0 for all\); use 1"),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": 1.5}, r"logits_to_keep=1.5 .*integer >= 0, 0 for all\); use 1"),
         (lambda ids: {"input_ids": ids, "cache_position": torch.arange(5, 25)}, r"cache_position is \[5, 6, 7, 8\] .*after 0 tokens"),
     ],
 )

@@ -40,6 +40,19 @@ def require_no_attentions(asked: bool | None) -> None:
         )
 
 
+def require_tensors(**given: Any) -> None:
+    """Raise InputError for one of the arguments `given` (name -> value, None: left out) that is no tensor."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name} is a {type(value).__name__} (the rule: a tensor, on the model's device); use torch.tensor({name})")
+
+
+def require_kept(logits_to_keep: Any) -> None:
+    """Raise InputError unless `logits_to_keep` is a number of tokens, or a tensor of their columns."""
+    if not isinstance(logits_to_keep, Tensor) and not (isinstance(logits_to_keep, int) and logits_to_keep >= 0):
+        raise InputError(f"logits_to_keep={logits_to_keep!r} is no number of last tokens (the rule: an integer >= 0, 0 for all); use 1")
+
+
 def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
     """Raise InputError unless `ids` are None or integers `(B, S)`, and `embedded` tokens None or `(B, S, hidden_size)`."""
     for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
@@ -51,6 +64,8 @@ def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
             )
     if ids is not None and ids.dtype not in INTEGERS:
         raise InputError(f"input_ids is {ids.dtype} (ids are int32 or int64); use input_ids.long()")
+    if embedded is not None and not embedded.is_floating_point():
+        raise InputError(f"inputs_embeds is {embedded.dtype} (embedded tokens are floating point); pass ids as input_ids")
     if embedded is not None and embedded.shape[2] != hidden_size:
         raise InputError(
             f"inputs_embeds has width {embedded.shape[2]} (the model's hidden_size is {hidden_size}); use model.get_input_embeddings()(ids)"

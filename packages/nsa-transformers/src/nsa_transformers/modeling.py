@@ -21,6 +21,7 @@ from nsa_transformers.arguments import (
     require_batch,
     require_cache_position,
     require_cache_used,
+    require_kept,
     require_known_ids,
     require_labels,
     require_left_padding,
@@ -30,6 +31,7 @@ from nsa_transformers.arguments import (
     require_own_cache,
     require_own_drafts,
     require_positions_of_packing,
+    require_tensors,
     require_working_cache,
     share_of_labels,
     warn_of_ignored,
@@ -136,6 +138,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
         require_batch(input_ids, inputs_embeds, self.config.hidden_size)
+        require_tensors(attention_mask=attention_mask, position_ids=position_ids, cache_position=kwargs.get("cache_position"))
         require_cache_used(past_key_values, use_cache)
         if not torch.compiler.is_compiling():
             warn_of_ignored(kwargs)
@@ -293,7 +296,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """
         require_positions_of_packing(kwargs, position_ids)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and tokens is not None and not torch.compiler.is_compiling():
+        require_tensors(labels=labels)
+        require_kept(logits_to_keep)
+        if labels is not None and isinstance(tokens, Tensor) and not torch.compiler.is_compiling():
             require_labels(labels, tokens, self.config.vocab_size, logits_to_keep)
         outputs = super().forward(
             input_ids,
