@@ -95,6 +95,10 @@ def test_as_tuple_lists_the_constructors_arguments_in_order():
         ({"num_initial_blocks": -1}, "num_initial_blocks=-1 is too small (the rule: an integer >= 0); use 0"),
         ({"num_local_blocks": 0}, "num_local_blocks=0 is too small (the rule: an integer >= 1); use 1"),
         ({"window_size": 0}, "window_size=0 is too small (the rule: an integer >= 1); use 1"),
+        (
+            {"compression_block_size": 10**12},
+            "compression_block_size=1000000000000 is too large (the rule: an integer <= 1048576); use 1048576 or less",
+        ),
         ({"window_size": 512.0}, "window_size=512.0 is a float (the rule: an integer >= 1); use 1"),
     ],
 )
@@ -119,6 +123,10 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
         ({"num_heads": 0}, "num_heads=0 is too small (the rule: an integer >= 1); use 2"),
         ({"num_kv_heads": 0}, "num_kv_heads=0 is too small (the rule: an integer >= 1); use 1"),
         ({"hidden_size": 0}, "hidden_size=0 is too small (the rule: an integer >= 1); use 1"),
+        (
+            {"num_heads": 10**12, "num_kv_heads": 3},
+            "num_heads=1000000000000 is too large (the rule: an integer <= 1048576); use 1048576 or less",
+        ),
         ({"gate_hidden_size": 0}, "gate_hidden_size=0 is too small (the rule: an integer >= 1); use 1"),
         ({"compressor": "max"}, "compressor='max' is unknown (the rule: one of 'mlp', 'conv', 'mean'); use 'mlp'"),
         ({"gate": "tanh"}, "gate='tanh' is unknown (the rule: one of 'sigmoid', 'softmax'); use 'sigmoid'"),

@@ -4,6 +4,7 @@ The symbols are those of arXiv 2502.11089; docs/glossary.md lists them with the 
 """
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any, Literal, get_args
 
 from attrs import Attribute, converters, field, frozen, validators
@@ -22,7 +23,11 @@ BRANCHES = ("cmp", "slc", "win")
 OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose", "rotate")
 
 
-def _integer_at_least(minimum: int, *same_as: str) -> Any:
+MOST_SIZE = 2**20
+"""Largest width, number of heads, and size of a block: the numbers of a weight with three of them are counted in 64 bits."""
+
+
+def _integer_at_least(minimum: int, *same_as: str, most: float = MOST_SIZE) -> Any:
     """Return a validator; its message suggests the sum of the fields `same_as`, or `minimum`."""
 
     def check(instance: object, attribute: "Attribute[int]", value: object) -> None:
@@ -30,6 +35,8 @@ def _integer_at_least(minimum: int, *same_as: str) -> Any:
             what = f"is a {type(value).__name__}"
         elif value < minimum:
             what = "is too small"
+        elif value > most:
+            raise ConfigError(f"{attribute.name}={value} is too large (the rule: an integer <= {most}); use {most} or less")
         else:
             return
         others = [getattr(instance, name) for name in same_as]
@@ -92,13 +99,13 @@ class BlockGeometry:
     """d: tokens between the starts of neighbouring compressed blocks."""
     selection_block_size: int = field(default=64, validator=_integer_at_least(1, "compression_block_size"))
     """l': tokens of one selection block."""
-    num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks"))
+    num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks", most=inf))
     """n: blocks that a query attends to, the forced ones included."""
-    num_initial_blocks: int = field(default=1, validator=_integer_at_least(0))
+    num_initial_blocks: int = field(default=1, validator=_integer_at_least(0, most=inf))
     """First blocks of the sequence, always selected."""
-    num_local_blocks: int = field(default=2, validator=_integer_at_least(1))
+    num_local_blocks: int = field(default=2, validator=_integer_at_least(1, most=inf))
     """Blocks ending with the query's own, always selected."""
-    window_size: int = field(default=512, validator=_integer_at_least(1))
+    window_size: int = field(default=512, validator=_integer_at_least(1, most=inf))
     """w: tokens of the sliding window, the query's own included."""
 
     def __attrs_post_init__(self) -> None:
@@ -156,7 +163,7 @@ class RopeScaling:
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
     factor: float = field(default=1.0, validator=_number_above_zero)
-    original_max_position: int = field(default=4096, validator=_integer_at_least(1))
+    original_max_position: int = field(default=4096, validator=_integer_at_least(1, most=inf))
     beta_fast: float = field(default=32.0, validator=_number_above_zero)
     beta_slow: float = field(default=1.0, validator=_number_above_zero)
     attention_factor: float | None = field(default=None, validator=validators.optional(_number_above_zero))
