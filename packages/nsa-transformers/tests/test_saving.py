@@ -251,6 +251,16 @@ def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved
         ({"vocab_size": 0}, "vocab_size=0 is too small"),
         ({"intermediate_size": -64}, "intermediate_size=-64 is too small"),
         ({"max_position_embeddings": 0}, "max_position_embeddings=0 is too small"),
+        ({"vocab_size": 10**12}, r"vocab_size=1000000000000 is too large \(the rule: an integer <= 2147483647\)"),
+        ({"intermediate_size": 10**12}, r"intermediate_size=1000000000000 is too large \(the rule: an integer <= 1048576\)"),
+        ({"num_hidden_layers": 10**12}, r"num_hidden_layers=1000000000000 is too large \(the rule: an integer <= 65536\)"),
+        ({"hidden_size": 10**12}, r"hidden_size=1000000000000 is too large \(the rule: an integer <= 1048576\)"),
+        ({"nsa": {"compression_block_size": 10**12}}, r"compression_block_size=1000000000000 is too large"),
+        ({"head_dim_qk": 0}, "head_dim_qk=0 is too small"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is negative or no number"),
+        ({"dtype": 7}, r"dtype=7 is no dtype of weights .*use 'float32'"),
+        ({"dtype": "nn"}, r"dtype='nn' is no dtype of weights .*use 'float32'"),
+        ({"dtype": None, "torch_dtype": "int8"}, r"dtype='int8' is no dtype of weights .*use 'float32'"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 is negative"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is negative or no number"),
     ],
@@ -261,6 +271,28 @@ def test_a_config_that_cannot_be_is_refused(saved, values, message):
     (folder / "config.json").write_text(json.dumps({**config, **values}))
     with pytest.raises(ConfigError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 2**31 - 1}, r"of another shape: embedding.weight \[50, 32\] in place of \[2147483647, 32\]"),
+        (
+            {"intermediate_size": 2**20},
+            r"of another shape: blocks.0.mlp.down.weight \[32, 128\] in place of \[32, 1048576\], .* and 3 more",
+        ),
+        ({"num_hidden_layers": 1024}, r"missing: blocks.10, blocks.100, blocks.1000 and 1019 more"),
+        ({"head_dim_qk": 2**20}, r"of another shape: .* in place of \[1048576"),
+    ],
+)
+def test_sizes_beyond_the_weights_are_refused_before_they_are_allocated(saved, values, message, monkeypatch):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    for cls in (NSAForCausalLM, NSAModel):
+        with pytest.raises(InputError, match=message):
+            cls.from_pretrained(folder)
 
 
 def test_another_architecture_is_refused(saved):

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from attrs import fields
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.config import MOST_SIZE, BlockGeometry, NSAConfig
 from nsa_core.decoder import ATTENTIONS, DecoderSizes, mlp_width
 from nsa_core.errors import ConfigError
 from nsa_core.serialization import config_from_dict, config_to_dict
@@ -22,6 +23,8 @@ SCHEMA = 1
 GEOMETRY = tuple(item.name for item in fields(BlockGeometry))
 SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v")
 """Fields of `NSAConfig` that config.json holds under Hugging Face's names."""
+MOST = {"vocab_size": 2**31 - 1, "intermediate_size": MOST_SIZE, "num_hidden_layers": 2**16}
+"""The largest values of sizes that no layer checks."""
 TABLE_KEYS = (*GEOMETRY, *(item.name for item in fields(NSAConfig) if item.name not in (*SIZES, "geometry")))
 """The keys of `nsa`."""
 ELSEWHERE = {
@@ -107,6 +110,7 @@ class NSAModelConfig(PreTrainedConfig):
             if kwargs.get(name) is not None:
                 raise ConfigError(f"config.json has {name} (it would be ignored: the sizes of NSA are in the table nsa); use {ours}")
         self._require_sizes()
+        self._require_dtype(kwargs.get("torch_dtype"))
         head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         self.intermediate_size = self.intermediate_size or mlp_width(self.hidden_size)
         self.head_dim_qk = self.head_dim_qk or head_dim
@@ -157,12 +161,21 @@ class NSAModelConfig(PreTrainedConfig):
 
     def _require_sizes(self) -> None:
         """Raise ConfigError for an invalid size outside the layers; `nsa_core` checks the layers' sizes."""
-        for name in ("vocab_size", "intermediate_size", "max_position_embeddings"):
+        for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "head_dim_qk", "head_dim_v", "max_position_embeddings"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ConfigError(f"{name}={size} is too small (the rule: an integer >= 1); use the size that the weights have")
-        if self.rms_norm_eps is not None and not self.rms_norm_eps >= 0:
+            if size is not None and size > MOST.get(name, size):
+                raise ConfigError(f"{name}={size} is too large (the rule: an integer <= {MOST[name]}); use the size that the weights have")
+        if self.rms_norm_eps is not None and not 0 <= self.rms_norm_eps < float("inf"):
             raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is negative or no number (it is added to a mean square); use 1e-5")
+
+    def _require_dtype(self, older: Any) -> None:
+        """Raise ConfigError unless `dtype`, or `older` (its older key) in its place, is a floating-point dtype of torch or its name, or None."""
+        given = older if self.dtype is None else self.dtype
+        dtype = getattr(torch, given, None) if isinstance(given, str) else given
+        if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype={given!r} is no dtype of weights (the rule: a floating-point dtype of torch); use 'float32'")
 
     def _layer(self, key: str, entry: Any) -> Layer:
         own = dict(entry) if isinstance(entry, Mapping) else {"attention": entry}

@@ -1,5 +1,6 @@
 """Load weights: only from safetensors, and exactly the model's tensors. Save them with checksums."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -8,8 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from nsa_core.decoder import weightless
 from nsa_core.errors import InputError
 from nsa_transformers.checksums import KEY, require_undamaged, seal_copy
 
@@ -45,6 +48,7 @@ class Stored:
             require_floats(inner, variant=kwargs.get("variant"))
             require_config(inner, cls.config_class.model_type, is_needed=kwargs.get("config") is None)
             require_own_names(inner, f"{cls.base_model_prefix}.", variant=kwargs.get("variant"))
+            cls._require_sizes(inner, kwargs)
             require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
         parent: Any = super()
         try:
@@ -65,6 +69,22 @@ class Stored:
         require_whole(info, str(folder))
         require_tied(model, str(folder))
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _require_sizes(cls, folder: Path, keywords: Mapping[str, Any]) -> None:
+        """Raise InputError if the weights in `folder` are smaller than the configuration says: Transformers would allocate what is missing."""
+        config = keywords.get("config")
+        if config is None and (folder / "config.json").is_file():
+            own = {field.name for field in dataclasses.fields(cls.config_class)} - {
+                field.name for field in dataclasses.fields(PreTrainedConfig)
+            }
+            config = cls.config_class.from_pretrained(folder, **{name: keywords[name] for name in own & {*keywords}})
+        # the folder of an adapter has no weights of the model, a quantizer packs them into other shapes, and names may be mapped
+        is_here = bool(weight_files(folder, variant=keywords.get("variant")))
+        if keywords.get("key_mapping") or not is_here:
+            return
+        if isinstance(config, cls.config_class) and not _is_quantized(folder / "config.json"):
+            require_shapes(folder, config, cls.block, variant=keywords.get("variant"))  # type: ignore[attr-defined]
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Write the model to a folder; see `PreTrainedModel.save_pretrained`. Every weight file except an adapter's gets a checksum.
@@ -137,6 +157,35 @@ def require_whole(info: Any, where: str) -> None:
             problems.append(f"{what}: {', '.join(names[:NAMED])}{more}")
     if problems:
         raise InputError(f"the weights at {where} are not those of config.json ({'; '.join(problems)}); use the files of one export")
+
+
+def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None = None) -> None:
+    """Raise InputError unless the files in `folder` have each layer of `config`, and no tensor of another shape; only headers are read.
+
+    `block`: the class of the layers, called with sizes and a function that makes the attention.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder, variant=variant):
+        with safe_open(file, "pt") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    held = {name.split(".")[1] for name in found if name.startswith("blocks.")}
+    if missing := [f"blocks.{place}" for place in range(config.num_hidden_layers) if str(place) not in held]:
+        require_whole({"missing_keys": missing}, str(folder))
+    wanted: dict[str, tuple[int, ...]] = {
+        "embedding.weight": (config.vocab_size, config.hidden_size),
+        "lm_head.weight": (config.vocab_size, config.hidden_size),
+        "norm.weight": (config.hidden_size,),
+    }
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for place, layer in enumerate(config.decoder_layers()):
+        # a pattern repeats its layers
+        if id(layer) not in shapes:
+            with weightless():
+                weights = block(config.sizes(), layer.build).state_dict()
+            shapes[id(layer)] = {name: tuple(weight.shape) for name, weight in weights.items()}
+        wanted |= {f"blocks.{place}.{name}": shape for name, shape in shapes[id(layer)].items()}
+    others = [(name, shape, wanted[name]) for name, shape in found.items() if shape != wanted.get(name, shape)]
+    require_whole({"mismatched_keys": others}, str(folder))
 
 
 def require_tied(model: Any, where: str) -> None:
