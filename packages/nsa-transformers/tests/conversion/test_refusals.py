@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from nsa_core.errors import ConfigError, InputError
+from nsa_transformers import NSAForCausalLM
 from nsa_transformers.checksums import UNSEALED, seal
 from nsa_transformers.conversion import ConversionOptions, plan_conversion, verifying, write_converted
 
@@ -70,7 +71,30 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(dense, key,
 def test_heads_without_dimensions_are_not_taken_for_the_usual_ones(dense):
     folder = dense(head_dim=8).folder
     edit_config(folder, head_dim=0)
-    assert "q_proj.weight expected [0, 32], found [32, 32]" in refusal(folder, InputError)
+    assert "has head_dim=0 (the rule: an integer >= 1)" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("Qwen2", "num_attention_heads", 0, "has num_attention_heads=0 (the rule: an integer >= 1); use the size that the weights have"),
+        ("Qwen2", "head_dim", float("nan"), "has head_dim=nan (the rule: an integer >= 1); use the size that the weights have"),
+        ("Qwen2", "head_dim", 8.0, "has head_dim=8.0 (the rule: an integer >= 1)"),
+        ("Llama", "dtype", 1e308, "has dtype=1e+308 (the rule: the name of a dtype of torch); use 'bfloat16'"),
+        ("Mistral", "torch_dtype", "nn", "has torch_dtype='nn' (the rule: the name of a dtype of torch); use 'bfloat16'"),
+    ],
+)
+def test_numbers_that_are_no_sizes_are_refused(dense, family, key, value, message):
+    folder = dense(family).folder
+    edit_config(folder, **{key: value})
+    assert message in refusal(folder)
+
+
+def test_a_head_dim_that_is_left_open_is_the_usual_one(dense):
+    folder = dense("Qwen2", head_dim=8).folder
+    edit_config(folder, head_dim=None)
+    write_converted(plan_conversion(folder, ConversionOptions()), folder.parent / "out")
+    assert NSAForCausalLM.from_pretrained(folder.parent / "out").config.head_dim_qk == 8
 
 
 @pytest.mark.parametrize(

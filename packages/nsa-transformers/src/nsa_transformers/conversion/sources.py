@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
@@ -46,6 +47,8 @@ ROPE_KEYS = {
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
 }
 """Kind of RoPE -> its numbers under Transformers' names."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""The sizes in config.json that weights have."""
 YARN_NUMBERS = ("attention_factor", "mscale", "mscale_all_dim")
 """Numbers of YaRN's attention factor."""
 
@@ -79,8 +82,7 @@ class Source(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Return the dimensions of a head of q, k and v."""
-        own = getattr(self.config, "head_dim", None)
-        return int(self.config.hidden_size // self.config.num_attention_heads if own is None else own)
+        return int(self.config.head_dim)
 
     def part(self, name: str) -> Any:
         """Return the class `name` of the family, without its prefix: `DecoderLayer`, `RotaryEmbedding`."""
@@ -137,6 +139,10 @@ def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
         raise ConfigError(
             f"{folder / 'config.json'} has a quantization_config (weights in float32, float16 and bfloat16 are converted); use those"
         )
+    for key in ("dtype", "torch_dtype"):
+        name = content.get(key)
+        if name is not None and not (isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise ConfigError(f"{folder / 'config.json'} has {key}={name!r} (the rule: the name of a dtype of torch); use 'bfloat16'")
     _refuse_rope(content)
     return found
 
@@ -156,7 +162,19 @@ def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path
     # without remote code only values remain; from_dict changes its argument
     values = {key: value for key, value in copy.deepcopy(content).items() if key != "auto_map"}
     try:
-        return getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
-    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        config = getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"{folder / 'config.json'} describes no {architecture.model_class} ({said:.200}); copy it again") from None
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if name == "head_dim" and size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{folder / 'config.json'} has {name}={size!r} (the rule: an integer >= 1); use the size that the weights have"
+            )
+    if getattr(config, "head_dim", None) is None:
+        # Transformers' layers would calculate with the None
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
