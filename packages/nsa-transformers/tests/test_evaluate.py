@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -212,6 +213,12 @@ def test_pickled_weights_of_another_family_are_refused(tmp_path, tasks, capsys):
     [
         (("{{question}}", "{{nothere}}"), "'nothere' is undefined"),
         (("{{question}}", "{{question"), "unexpected end of template"),
+        (('["a", "b"]', '""'), "invalid syntax"),
+        (('["a", "b"]', "5"), "lm-eval refuses them (TypeError)"),
+        (
+            ("metric_list: [{metric: exact_match}]", "filter_list: [{name: x, filter: [{function: regex, regex_pattern: '('}]}]"),
+            "missing )",
+        ),
     ],
 )
 def test_tasks_that_lm_eval_cannot_use_end_in_a_line(folder, tasks, capsys, change, message):
@@ -221,6 +228,20 @@ def test_tasks_that_lm_eval_cannot_use_end_in_a_line(folder, tasks, capsys, chan
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("nsa_transformers.evaluate: --tasks=")
     assert message in said
+
+
+@pytest.mark.parametrize("text", ["task: [", "task: x\ndata: {}", "!!python/object/apply:os.getcwd []", 'task: "\x00"'])
+def test_a_file_that_holds_no_tasks_ends_in_one_line(tmp_path, tasks, capsys, text):
+    tasks.write_text(text)
+    assert main([str(tmp_path), "--tasks", str(tasks)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search("cannot be read|has data that are no documents", line)
+
+
+def test_results_are_not_written_over_a_directory(folder, tasks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("nsa_transformers.evaluate.evaluate", None)
+    assert main([str(folder), "--tasks", str(tasks), "--json", str(tmp_path)]) == 2
+    assert "is a directory (a file is written there); use " in capsys.readouterr().err
 
 
 def test_models_of_other_families_are_whole_and_know_every_id(tasks, tmp_path):

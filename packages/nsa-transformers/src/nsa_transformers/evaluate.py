@@ -6,6 +6,7 @@ lists by split. lm-eval loads the documents of a task without `data`, for exampl
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,17 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         return dict(simple_evaluate(model=wrapped, tasks=built, task_manager=manager, limit=limit, log_samples=False))
     except NSAError:
         raise
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        SyntaxError,
+        TemplateError,
+        TypeError,
+        ValueError,
+        re.error,
+    ) as error:
         raise ConfigError(f"--tasks={str(tasks)!r}: lm-eval refuses them ({_line(error)}); see lm-eval's keys") from error
 
 
@@ -92,7 +103,7 @@ def _require_options(device: str, batch_size: int, limit: int | None) -> None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def read_tasks(path: Path) -> list[dict[str, Any]]:
@@ -106,7 +117,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--tasks={str(path)!r} cannot be read ({str(error)[:200]}); name a YAML or JSON file of tasks") from None
+        raise ConfigError(f"--tasks={str(path)!r} cannot be read ({_line(error)}); name a YAML or JSON file of tasks") from None
     entries = found if isinstance(found, list) else [found]
     if not entries or not all(isinstance(entry, Mapping) and isinstance(entry.get("task"), str) for entry in entries):
         raise ConfigError(
@@ -123,7 +134,7 @@ def _with_data(task: dict[str, Any]) -> dict[str, Any]:
     if data is None:
         return task
     splits = data if isinstance(data, Mapping) else {SPLIT: data}
-    if not all(isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows) for rows in splits.values()):
+    if not splits or not all(isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows) for rows in splits.values()):
         raise ConfigError(
             f"task {task['task']!r} has data that are no documents (the rule: a list of tables, or such lists by split); fill it"
         )
@@ -153,6 +164,10 @@ def main(arguments: Sequence[str]) -> int:
         if given.json is not None and not given.json.absolute().parent.is_dir():
             raise ConfigError(
                 f"--json={str(given.json)!r} is in no existing directory ({str(given.json.parent)!r} does not exist); make it first"
+            )
+        if given.json is not None and given.json.is_dir():
+            raise ConfigError(
+                f"--json={str(given.json)!r} is a directory (a file is written there); use {str(given.json / 'results.json')!r}"
             )
         results = evaluate(given.folder, given.tasks, device=given.device, batch_size=given.batch_size, limit=given.limit)
     except (NSAError, OSError) as error:
