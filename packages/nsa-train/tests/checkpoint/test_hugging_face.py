@@ -20,7 +20,7 @@ from nsa_train.checkpoint.models import open_model
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
-from nsa_train.errors import CheckpointError
+from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 
@@ -341,6 +341,18 @@ def test_a_damaged_text_file_of_a_folder_is_an_error_of_one_line(
     with pytest.raises(CheckpointError, match=f"cannot be loaded .*{message}") as raised:
         open_model(folder)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_an_id_of_the_end_that_the_model_lacks_is_refused_and_a_pad_is_left_out(saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    assert run_command(["ckpt", "export", str(saved()), str(folder), "--format", "hf"]) == 0
+    config = json.loads((folder / "config.json").read_text())
+    for end in (10**12, -1):
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+        with pytest.raises(ConfigError, match=rf"has eos_token_id={end} \(the model has ids 0 .. \d+\); use the id of its tokenizer"):
+            open_model(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": -1}))
+    assert open_model(folder).tokenizer.pad == config["eos_token_id"]
 
 
 def test_a_tokenizer_with_ids_that_the_model_lacks_is_refused(

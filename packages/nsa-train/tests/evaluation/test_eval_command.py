@@ -92,6 +92,24 @@ def test_an_export_is_evaluated_on_a_text(tiny_run: RunDirectory, tmp_path: Path
     assert found[export] == pytest.approx(found[tiny_run.root], rel=1e-4)
 
 
+def test_a_model_without_a_bound_of_positions_needs_lengths(
+    tiny_run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    export = tmp_path / "export"
+    assert run_command(["ckpt", "export", str(tiny_run.root), str(export), "--format", "hf"]) == 0
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**12}))
+    words = ["eval", str(export), "--out", str(tmp_path / "found"), "--tasks", "passkey", *QUICK]
+    assert run_command(words) == 2
+    assert (
+        "--tasks passkey needs --lengths (the model has 1,000,000,000,000 positions, at most 16,777,216); use --lengths 1024"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "found").exists()
+    assert run_command([*words, "--lengths", "97"]) == 0
+
+
 def test_without_the_extra_the_picture_alone_is_missing(
     needle_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

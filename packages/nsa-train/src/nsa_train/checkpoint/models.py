@@ -45,7 +45,7 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
     Without `with_weights` the decoder is on the meta device, for its layers and shapes: weights are neither read nor drawn.
 
     Raises:
-        ConfigError: if there is none, or the folder needs nsa-transformers, which is not installed.
+        ConfigError: if there is none, it has no row for the id that ends a text, or the folder needs nsa-transformers, which is not installed.
         CheckpointError: if files are damaged, or the weights do not fit the configuration in the same folder.
     """
     if is_folder(path):
@@ -131,11 +131,22 @@ class FolderTokenizer:
     """The tokenizer.json in a model's folder, with the interface of `Tokenizer`."""
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
-        """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence."""
+        """Wrap the result of `AutoTokenizer`; the ids of the model's configuration take precedence.
+
+        Raises:
+            ConfigError: if the model has no row for the id that ends a text.
+        """
         ends = config.eos_token_id
         self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
         self.separator = int((next(iter(ends), 0) if isinstance(ends, list | tuple) else ends) or 0)
-        self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
+        if not 0 <= self.separator < self.vocab_size:
+            raise ConfigError(
+                f"config.json of {tokenizer.name_or_path!r} has eos_token_id={self.separator} (the model has ids 0 .. {self.vocab_size - 1}); "
+                "use the id of its tokenizer"
+            )
+        pad = config.pad_token_id
+        # some dense models have a pad of -1
+        self.pad = pad if pad is not None and 0 <= pad < self.vocab_size else self.separator
 
     def encode(self, text: bytes) -> Tensor:
         """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator.

@@ -13,7 +13,7 @@ from nsa_train.checkpoint.models import OpenedModel, open_model, require_twin
 from nsa_train.data.tokenizer import reads_alike
 from nsa_train.errors import ConfigError
 from nsa_train.evaluation.blocks import block_recall
-from nsa_train.evaluation.options import EvalOptions, Figure, Mode, TaskName
+from nsa_train.evaluation.options import MOST_LENGTH, EvalOptions, Figure, Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
 from nsa_train.evaluation.recall import copy, least_copy, least_mqar, least_passkey, mqar, passkey
 from nsa_train.evaluation.report import figure_object, figures_table, write_files
@@ -70,6 +70,10 @@ def _too_short(least: Callable[[Subject], int]) -> Callable[[Subject], list[str]
     """Return a function that reports the shortest requested length, or else the model's positions, if they are below `least` of a model."""
 
     def problems(subject: Subject) -> list[str]:
+        if not subject.options.lengths and subject.opened.max_position > MOST_LENGTH:
+            return [
+                f"needs --lengths (the model has {subject.opened.max_position:,} positions, at most {MOST_LENGTH:,}); use --lengths 1024"
+            ]
         shortest, needed = min(subject.options.lengths, default=subject.opened.max_position), least(subject)
         if shortest >= needed:
             return []
