@@ -1,5 +1,7 @@
 """Bad input at the public edge: an InputError that says what was found, why it is refused and what to do."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -246,9 +248,9 @@ def test_the_keys_of_an_absent_compressed_branch_are_no_values():
 
 
 @OPERATIONS
-@pytest.mark.parametrize("scale", ["1", [0.5], torch.tensor(0.5)])
+@pytest.mark.parametrize("scale", ["1", [0.5], torch.tensor(0.5), True, math.nan, math.inf])
 def test_a_scale_that_is_no_number_is_refused(operation, scale):
-    message = f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None"
+    message = f"scale={scale!r} is a {type(scale).__name__} (the rule: a finite number, or None for D_k ** -0.5); use None"
     assert refusal(operation, options={"scale": scale}) == message
 
 

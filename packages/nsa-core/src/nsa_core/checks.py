@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from itertools import pairwise
+from math import inf
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -104,10 +105,11 @@ def check_geometry(geometry: object) -> None:
         raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
 
 
-def check_scale(scale: object) -> None:
-    """Raise InputError unless `scale` is a number or None; a tensor is none, because it would be read."""
-    if scale is not None and not isinstance(scale, Real | SymFloat):
-        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a number, or None for D_k ** -0.5); use None")
+def check_scale(scale: Any) -> None:
+    """Raise InputError unless `scale` is a finite number or None; a tensor is none, because it would be read."""
+    is_number = not isinstance(scale, bool) and (isinstance(scale, SymFloat) or (isinstance(scale, Real) and -inf < float(scale) < inf))
+    if scale is not None and not is_number:
+        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a finite number, or None for D_k ** -0.5); use None")
 
 
 def check_dtype(dtype: object) -> None:
