@@ -33,20 +33,21 @@ class CallKeywords(TypedDict, total=False):
     """The keywords that every operation on plain tensors takes in addition to `geometry`."""
 
     scale: float | None
-    """Factor of the scores; None is D_k ** -0.5."""
+    """The scores q * k are multiplied by it; None: D_k ** -0.5."""
     cu_seqlens: Tensor | None
-    """int32 (N + 1,), bounds of sequences packed in one row (B = 1); positions and blocks count from each sequence's start. With
-    query_start and page_table (ragged batches), the rows of each sequence attend to its own pages."""
+    """int32 (N + 1,), cumulative lengths of sequences packed in one row (B = 1), as in FlashAttention. Positions and blocks count from
+    each sequence's start. Together with query_start and page_table (ragged batch), they bound the query rows of each sequence."""
     max_seqlen: int | None
-    """Host bound on tokens per sequence; None: the longest on a CPU, the tensor's extent elsewhere."""
+    """Upper bound on the tokens of a sequence, a Python int. None: the longest sequence on a CPU, the size of the tensors on other
+    devices, where reading the lengths would wait."""
     query_start: Tensor | None
-    """int32 (B,), position of each sequence's first query row in keys that hold the whole sequence (a cache)."""
+    """int32 (B,), position of each sequence's first query row. The keys then hold the whole sequence, as in a cache."""
     query_count: Tensor | None
     """int32 (B,), valid query rows per sequence; later rows give out 0, lse -inf."""
     page_table: PageTables
-    """int32 (B, max_pages), pages of each sequence in stores (pages, page_size, G, D); needs query_start. One table serves all stores:
-    a page of k_cmp holds the blocks, page_size / d, of the page of tokens with its number. A pair has a table for the stores of tokens
-    and one for those of compressed keys."""
+    """int32 (B, max_pages), the page numbers of each sequence, in order; keys are then (pages, page_size, G, D). Needs query_start.
+    One table serves all stores: page i of k_cmp holds the page_size / d blocks that begin in page i of the tokens. A pair is a table
+    for the tokens and one for k_cmp and v_cmp."""
     backend: Backends
     """"auto", a backend's name, or names by operation; a name never falls back."""
     registry: BackendRegistry | None
@@ -89,9 +90,9 @@ def selected_attention(
 ) -> BranchOutput:
     """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12).
 
-    block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block and may be anywhere; a row of only -1 gives out 0, lse -inf
-    and zero gradients. On a CPU a duplicate block, or one outside 0 .. own, raises an error; on a GPU an index outside 0 .. own counts
-    as -1. `CallKeywords` has the other keywords.
+    block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block, in any slot. A row of only -1 gives out 0, lse -inf and
+    zero gradients. Valid indices are 0 .. own = t // l', each once. On a CPU other indices and duplicates raise InputError; on a GPU
+    an index outside 0 .. own counts as -1. `CallKeywords` has the other keywords.
     """
     queries, keys, call = _begin_branch(q, "", k, v, geometry, keywords)
     check_choice(queries, k, block_indices, geometry)
@@ -125,10 +126,10 @@ def nsa_attention(
 ) -> Tensor:
     """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5).
 
-    gates `(B, S, H, 3)`, any float dtype, holds the factors of cmp, slc, win; they are used as given. A branch whose v is None
-    is absent and its gate is ignored. The selected branch still needs k_cmp, of finite numbers: without gradients it may stand in for
-    v_cmp. Each of `observers` gets callbacks; the branches run one by one if an observer needs each branch's output. `CallKeywords`
-    has the other keywords.
+    gates `(B, S, H, 3)`, any float dtype, are the factors of cmp, slc and win; they are used as given. A branch whose v is None
+    is left out, and its gate is ignored. The selected branch always needs k_cmp, because its scores choose the blocks. Without v_cmp,
+    k_cmp must be finite: a fused kernel may read it as v_cmp, with gate 0. Each of `observers` gets callbacks; if one needs the output
+    of each branch, the branches run one by one. `CallKeywords` has the other keywords.
     """
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     for ending, (k, v) in pairs.items():
@@ -153,9 +154,9 @@ def attend(
     registry: BackendRegistry | None = None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Tensor:
-    """Return `nsa_attention` of `Queries` and `Keys`, which carry positions: ring buffers, window tails, shards, FP8 stores.
+    """Return `nsa_attention` of operands that carry their positions: ring buffers, window tails, shards of a sequence, FP8 stores.
 
-    A branch that is None, or named in `absent`, is left out of the sum. The selected branch needs cmp to choose blocks.
+    A branch that is None, or named in `absent`, is left out of the sum. The selected branch always needs cmp, to choose blocks.
 
     Raises:
         InputError: for operands that do not fit each other.
@@ -177,10 +178,10 @@ def attend_branches(
     is_known: bool = False,
     are_gates_closed: bool = False,
 ) -> Tensor:
-    """Return `attend` of checked queries, and of Keys of the three branches, which this function checks.
+    """Return `attend` of `queries` that are checked already; this function checks `keys`.
 
-    `is_known`: Keys of these shapes and dtypes fitted such queries before. Only values remain to be checked, and only on a CPU.
-    `are_gates_closed`: the gates of absent branches are 0.
+    `is_known`: operands of these shapes and dtypes passed the check before, so that only values are checked, and only on a CPU.
+    `are_gates_closed`: the gates of absent branches are already 0.
     """
     queries, keys = _autocast(queries, keys)
     if not is_known or checks.can_read(queries.start):
@@ -191,7 +192,7 @@ def attend_branches(
 def _begin_branch(
     q: Tensor, ending: str, k: Tensor, v: Tensor, geometry: BlockGeometry, keywords: CallKeywords
 ) -> tuple[Queries, Keys | None, Call]:
-    """Return the checked operands and the call of an operation of one branch; `ending` is that of its tensors' names."""
+    """Return the checked operands and the call of an operation of one branch; `ending` is the suffix of its tensors' names."""
     for letter, x in (("k", k), ("v", v)):
         if x is None:
             raise InputError(
@@ -283,10 +284,10 @@ def _gated_attention(
 def _fused_operands(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], *, are_gates_closed: bool
 ) -> tuple[Any, ...] | str:
-    """Return the operands of NSA with the same gated sum, or why the branches must run one by one.
+    """Return the operands of one NSA call that gives the same sum, or the reason why the branches must run one by one.
 
-    Without the output of cmp, its keys serve as its values, with a gate of 0, where keys and values have one width. Not where a gradient is
-    recorded: the backward pass would cover a branch that nothing reads.
+    If only cmp is absent and D_k = D_v, k_cmp is passed as v_cmp with gate 0. This is not done while a gradient is recorded, because the
+    backward pass would then compute a branch that nothing reads.
     """
     cmp, slc, win = keys.values()
     if not absent:
@@ -330,7 +331,7 @@ def _report_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
 def append_rows(rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: Tensor, count: Tensor, call: Call) -> None:
     """Write a step's rows into the stores of a cache, and the compressed blocks that they complete, in place.
 
-    Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
+    Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; start and count are int32 (B,). No gradient.
     """
     _check_new_rows(rows, start, count)
     written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
@@ -387,7 +388,7 @@ def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | No
     Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
 
     Raises:
-        InputError: for a k of another rank, or cu_seqlens that do not bound its rows.
+        InputError: for a k of another rank or no float dtype, or cu_seqlens that do not bound its rows.
     """
     checks.check_rank("k", k, 4, "(B, S, G, D)")
     checks.check_floating("k", k)

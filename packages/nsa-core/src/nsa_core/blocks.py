@@ -39,10 +39,10 @@ def num_chosen_blocks(t: int, geometry: BlockGeometry) -> int:
 
 
 def overlap_weights(geometry: BlockGeometry) -> tuple[int, ...]:
-    """Return omega of one selection block over its compressed blocks (Eq. 9): 1, 2, 2, 2, 1 for l=32, d=16, l'=64.
+    """Return omega (Eq. 9): how much each compressed block overlaps with a selection block. 1, 2, 2, 2, 1 for l=32, d=16, l'=64.
 
-    Entry r belongs to compressed block j * l'/d - (l/d - 1) + r of selection block j, and counts the tokens that
-    the two share, in strides of d tokens. Compressed blocks below 0 do not exist.
+    Entry r is the number of tokens that selection block j shares with compressed block j * l'/d - (l/d - 1) + r, divided by d.
+    Compressed blocks below 0 do not exist.
     """
     strides, reach = (
         geometry.selection_block_size // geometry.compression_stride,
@@ -55,7 +55,8 @@ def overlap_weights(geometry: BlockGeometry) -> tuple[int, ...]:
 def predicted_reads(length: int, geometry: BlockGeometry) -> int:
     """Return the tokens that one KV head reads to decode the last of `length` tokens (Table 4, counted exactly).
 
-    0 for an empty sequence. The sum of compressed blocks, tokens of the chosen blocks up to the query, and the window.
+    The sum of three counts: visible compressed blocks, tokens of the chosen blocks up to the query, and tokens of the window. An empty
+    sequence has 0.
     """
     if length < 1:
         return 0
@@ -83,9 +84,9 @@ def compressed_pairs(length: int, geometry: BlockGeometry) -> int:
 
 
 def selected_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its min(n, own + 1) chosen blocks, its own up to itself (Eq. 12).
+    """Return the pairs of a query t and a token s <= t of its min(n, own + 1) chosen blocks (Eq. 12).
 
-    The choice does not matter: a query's own block is always among its blocks, and all others are full.
+    The number does not depend on which blocks are chosen: the query's own block always is, and all others are full.
     """
     size, most = geometry.selection_block_size, geometry.num_selected_blocks
     whole, rest = divmod(length, size)

@@ -1,4 +1,4 @@
-"""phi: from blocks of tokens to one key or value each (Eq. 7). All three start equal to the block mean."""
+"""phi maps each block of tokens to one compressed key or value (Eq. 7). All three kinds are initialised to the block mean."""
 
 from typing import NamedTuple
 
@@ -74,9 +74,9 @@ class ConvCompressor(nn.Module):
 
 
 class MLPCompressor(nn.Module):
-    """phi = MLP of the block's tokens with a position table inside the block, plus their mean; shared over KV heads.
+    """phi = mean of the block's tokens + MLP(tokens + position), the same for all KV heads (section 3.3.1).
 
-    tokens + position `(l, D)`, flattened, Linear(l * D, D), SiLU, Linear(D, D) that starts at zero (section 3.3.1).
+    position is a learned table `(l, D)`. The MLP: flatten, Linear(l * D, D), SiLU, Linear(D, D), which starts at zero.
     """
 
     def __init__(self, head_dim: int, block_size: int) -> None:
@@ -93,14 +93,14 @@ class MLPCompressor(nn.Module):
         per_head = tokens.transpose(2, 3)
         flat = (per_head + self.position).flatten(-2)
         hidden = self.up(flat)
-        # the clamp keeps a gradient of 0 at 0 where a block overflowed, not 0 * inf: its first tokens may lie in the past
+        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a block overflowed, also for its tokens in the past
         limit = torch.finfo(hidden.dtype).max
         correction: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return correction + per_head.mean(-2)
 
 
 def build_compressor(kind: Compressor, num_kv_heads: int, head_dim: int, geometry: BlockGeometry) -> nn.Module:
-    """Return the phi `kind`; each of K and V builds its own."""
+    """Return a phi of `kind`; the layer builds one for K and one for V."""
     if kind == "mean":
         return MeanCompressor()
     if kind == "conv":

@@ -102,9 +102,9 @@ class BlockGeometry:
     num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks", most=inf))
     """n: blocks that a query attends to, the forced ones included."""
     num_initial_blocks: int = field(default=1, validator=_integer_at_least(0, most=inf))
-    """First blocks of the sequence, always selected."""
+    """Number of blocks at the start of the sequence that every query selects."""
     num_local_blocks: int = field(default=2, validator=_integer_at_least(1, most=inf))
-    """Blocks ending with the query's own, always selected."""
+    """Number of blocks up to and including the query's own block that the query always selects."""
     window_size: int = field(default=512, validator=_integer_at_least(1, most=inf))
     """w: tokens of the sliding window, the query's own included."""
 
@@ -154,11 +154,10 @@ class BlockGeometry:
 class RopeScaling:
     """RoPE scaling, to extend a model beyond its training length.
 
-    `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides only the slow dimensions, blends
-    between `beta_fast` and `beta_slow` rotations over `original_max_position`, and scales cos and sin by
-    `attention_factor` (None: 0.1 ln(factor) + 1), as Hugging Face Transformers does. `llama3` divides the dimensions that
-    rotate fewer than `low_freq_factor` times over `original_max_position`, keeps those that rotate more than
-    `high_freq_factor` times, and blends between. `linear` and `llama3` take no attention_factor.
+    `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides the frequencies of dimensions that rotate fewer than
+    `beta_slow` times over `original_max_position`, keeps those of more than `beta_fast` rotations, and blends between. It multiplies cos
+    and sin by `attention_factor` (None: 0.1 ln(factor) + 1), as Hugging Face Transformers does. `llama3` does the same with
+    `low_freq_factor` and `high_freq_factor` rotations. `linear` and `llama3` take no attention_factor.
     """
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
@@ -290,11 +289,13 @@ class NSAConfig:
     gate_hidden_size: int = field(default=64, validator=_integer_at_least(1))
     """Width of the gate MLP's hidden layer."""
     gate_temperature: float = field(default=1.0, validator=_number_above_zero)
-    """Gate logits are divided by it."""
+    """Gate logits are divided by it before the sigmoid or softmax."""
     rope_theta: float = field(default=10000.0, validator=_number_above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=converters.optional(_to_rope_scaling))
+    """A `RopeScaling`, or a mapping of its fields (Hugging Face's keys work too); None: no scaling."""
     compressed_rope: CompressedRope = field(default="block_end", validator=_one_of(get_args(CompressedRope)))
-    """`block_end`: phi reads unrotated keys, the result is rotated at its block's last token. `tokens`: phi reads rotated keys."""
+    """`block_end`: phi reads unrotated keys, and the compressed key is rotated at the position of its block's last token. `tokens`: phi
+    reads rotated keys; only for compressor="mean"."""
     branches: tuple[str, ...] = field(default=BRANCHES, converter=_in_paper_order, validator=_check_branches)
     """The branches that exist; fewer than three for ablations."""
     backends: Mapping[str, str] = field(factory=dict, converter=_to_backend_names, validator=_check_backends)
@@ -341,6 +342,7 @@ class NSAConfig:
     def can_be_fused(self, *, needs_grad: bool) -> bool:
         """Return whether a backend of the operation `nsa` may serve a pass of the layer, with or without gradients.
 
-        Without gradients it may also serve the branches slc and win if D_k = D_v: the compressed keys stand in for their values.
+        With all three branches it may. Without gradients and with D_k = D_v it may also serve slc and win alone: the compressed keys
+        are then passed as compressed values with gate 0.
         """
         return self.branches == BRANCHES or (self.branches == ("slc", "win") and self.head_dim_qk == self.head_dim_v and not needs_grad)

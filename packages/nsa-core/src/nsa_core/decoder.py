@@ -16,11 +16,11 @@ from nsa_core.dense_attention import DenseAttention
 from nsa_core.module import NativeSparseAttention
 
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
-"""The attentions that a decoder may be built of, by name; each is made from an `NSAConfig`."""
+"""Name -> attention class of a decoder's layers; each is built from an `NSAConfig`."""
 EMBEDDING_STD = 0.02
 """Small, so that a tied output starts near uniform: the first loss is about ln(vocab_size)."""
 Recompute = Callable[..., Tensor]
-"""Takes a function and its inputs and returns its result, which the backward pass computes again."""
+"""Activation checkpointing: takes a function and its inputs, returns the result, and recomputes it in the backward pass."""
 
 
 def mlp_width(dim: int) -> int:
@@ -61,7 +61,7 @@ class Block(nn.Module):
     """One pre-norm layer."""
 
     recompute: Recompute | None = None
-    """Runs the layer in training if it is not None."""
+    """If not None, runs the layer in training without a cache, with activation checkpointing."""
 
     def __init__(self, sizes: DecoderSizes, attention: Callable[[], nn.Module]) -> None:
         """Build a layer of `sizes` around the module that `attention` makes."""
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)`.
 
-        Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`)
-        the tokens follow those held, of which `query_count` `(B,)` are valid.
+        Packed: B = 1, with `cu_seqlens` int32 `(N + 1,)` and the upper bound `max_seqlen`, a Python int. With `caches` from `new_caches`
+        the tokens follow the cached ones. `query_count` int32 `(B,)` is the number of valid tokens of each sequence; None: all S.
         """
         return self.logits(self.hidden(self.embedding(input_ids), cu_seqlens, max_seqlen, caches, query_count))
 
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         caches: Sequence[Any] | None = None,
         query_count: Tensor | None = None,
     ) -> Tensor:
-        """Return the states `(B, S, hidden)` that the output layer reads, of embedded tokens `x` `(B, S, hidden)`; see `forward`."""
+        """Return the hidden states `(B, S, hidden)` after the last norm, from embedded tokens `x` `(B, S, hidden)`; see `forward`."""
         for index, block in enumerate(self.blocks):
             x = block(x, cu_seqlens, max_seqlen, caches[index] if caches else None, query_count)
         result: Tensor = self.norm(x)
@@ -181,6 +181,6 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Build models on the meta device without random initialisation, for which torch would load its compiler (some seconds)."""
+    """Build models on the meta device without random initialisation, which would load torch's compiler (some seconds)."""
     with torch.device("meta"), _Undrawn():
         yield

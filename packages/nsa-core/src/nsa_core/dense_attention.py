@@ -1,4 +1,4 @@
-"""Full causal attention with the calling convention of `nsa_core.NativeSparseAttention`: the baseline twin.
+"""Full causal attention with the calling convention of `nsa_core.NativeSparseAttention`: the dense baseline.
 
 It uses the fastest dense attention of the device instead of torch's default, which is half as fast on Hopper.
 """
@@ -28,10 +28,10 @@ class DenseCache:
     """Keys and values of every sequence, at their positions; lengths may differ within the batch."""
 
     def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int | None = None, *, static: bool = False) -> None:
-        """Start empty in stores `(B, rows + 1, G, D)`; the last row takes invalid tokens.
+        """Start empty, with the stores `keys` and `values` `(B, rows + 1, G, D)`; invalid tokens are written into the last row.
 
-        The stores grow by doubling up to `max_seqlen` tokens (None: no bound). A `static` cache keeps its rows and no state on the
-        host: tokens that do not fit are dropped and noted on the device, where `check` finds the note.
+        The stores grow by doubling up to `max_seqlen` tokens (None: no bound). A `static` cache does not grow and keeps no state on the
+        host: it drops tokens that do not fit and sets a flag on the device, which `check` reads.
         """
         self.keys, self.values, self.is_static = keys, values, static
         self.max_seqlen = max_seqlen
@@ -40,11 +40,11 @@ class DenseCache:
         self.overflowed = torch.zeros_like(self.lengths, dtype=torch.bool)
         """(B,): the sequences of a static cache that lost tokens."""
         self.held = [0] * len(keys)
-        """The longest that each sequence of a cache that grows can be, known on the host."""
+        """Upper bound on the length of each sequence, kept on the host; a static cache does not use it."""
 
     @property
     def bound(self) -> int:
-        """Return the longest that a sequence can be, known on the host."""
+        """Return an upper bound on the length of every sequence, without a read from the device."""
         return self.capacity if self.is_static else max(self.held, default=0)
 
     @property
@@ -143,7 +143,7 @@ class DenseCache:
 
 
 class DenseAttention(nn.Module):
-    """GQA with RoPE over the whole past. It reads the sizes, RoPE, qk_norm and qkv_bias of `config`."""
+    """Full causal GQA with RoPE. It reads only the sizes, RoPE, qk_norm and qkv_bias of `config`."""
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """Return `(B, S, hidden)` of `x` `(B, S, hidden)`; packed: B = 1 with `cu_seqlens` and its bound `max_seqlen`.
 
-        With `cache`, the S tokens follow those that it holds. `query_count` int32 `(B,)` of the S tokens are valid; the rest give 0 and are
-        not cached.
+        With `cache`, the S tokens follow the cached ones. The first `query_count` int32 `(B,)` of the S tokens are valid; the others give 0
+        and are not cached.
 
         Raises:
             InputError: for cu_seqlens, max_seqlen or a query_count that do not fit x or each other.
@@ -217,9 +217,9 @@ class DenseAttention(nn.Module):
     def new_cache(
         self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, device: torch.device | None = None, **_: Any
     ) -> DenseCache:
-        """Return an empty cache for sequences of at most `max_seqlen` tokens; see `DenseCache`. Other options are a sparse layer's.
+        """Return an empty `DenseCache` for sequences of at most `max_seqlen` tokens (None: no bound).
 
-        `device` None: that of the weights.
+        Other options of `NativeSparseAttention.new_cache` are ignored. `device` None: the weights'.
 
         Raises:
             InputError: for a static cache without a bound.

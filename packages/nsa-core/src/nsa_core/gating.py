@@ -1,4 +1,4 @@
-"""Gates of the three branches (Eq. 5): a small MLP of the block's input, one gate per branch and query head."""
+"""Gates of the three branches (Eq. 5): a small MLP reads the layer's input and gives one gate per branch and query head."""
 
 from typing import Any
 
@@ -14,18 +14,18 @@ def gates_from_logits(
 ) -> Tensor:
     """Return gates `(B, S, H, 3)` (cmp, slc, win), at least float32, from logits of the same shape.
 
-    `has_compressed` `(B, S)`: False if a token sees no compressed block. There the softmax gate gives that branch
-    logit -inf, so that the others share 1; the sigmoid gate does not read it, its branch contributes 0. A branch that is
-    not in `branches` has gate 0.
+    `has_compressed`, bool `(B, S)`, is False for tokens that see no compressed block. Their softmax gate of cmp is 0, and the other
+    gates sum to 1. The sigmoid gate does not read `has_compressed`, because the output of cmp is 0 there. A branch that is not in
+    `branches` has gate 0.
 
     Raises:
-        InputError: if it is None with the softmax gate.
+        InputError: if `has_compressed` is None for the softmax gate.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
         logits = logits / temperature
     if kind == "softmax" or logits.requires_grad:
-        # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
+        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a logit overflowed; half the range leaves room below for closed gates
         limit = torch.finfo(logits.dtype).max / 2
         logits = logits.clamp(-limit, limit)
     if kind == "sigmoid":
@@ -54,8 +54,8 @@ def gates_from_logits(
 def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor | None) -> Tensor:
     """Return the sum of gates `(B, S, H, 3)` times branch outputs `(B, S, H, D_v)`, in at least float32 (Eq. 5).
 
-    A branch that is None is absent. A row whose gradient is 0 passes 0 on, for any gates and outputs: later rows
-    are NaN where their scores overflow, and the product's own derivative would be 0 * NaN.
+    A branch that is None is absent. In the backward pass a row with gradient 0 gives gradients of exactly 0, even if its gates or
+    outputs are NaN because scores overflowed; the derivative of the product would be 0 * NaN.
     """
     total = None
     for place, out in enumerate((cmp, slc, win)):
@@ -94,7 +94,7 @@ gated_sum.register_autograd(_gated_sum_backward, setup_context=_keep_operands)
 
 
 class GateMLP(nn.Module):
-    """Gate logits of a block's input; the last layer starts at zero, so that all branches start equal."""
+    """Gate logits from a layer's input; the last Linear starts at zero, so that all gates start equal."""
 
     def __init__(self, hidden_size: int, num_heads: int, gate_hidden_size: int) -> None:
         """Build `hidden_size` -> `gate_hidden_size` -> 3 * `num_heads`."""
@@ -107,7 +107,7 @@ class GateMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, S, H, 3)` of x `(B, S, hidden_size)`."""
         hidden = self.up(x)
-        # the clamp keeps a gradient of 0 at 0 where a number overflowed, not 0 * inf
+        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a number overflowed
         limit = torch.finfo(hidden.dtype).max
         logits: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return logits.view(*logits.shape[:-1], logits.shape[-1] // 3, 3)

@@ -42,8 +42,8 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        # the clamp keeps a gradient of 0 at 0, not 0 * inf, where x or 2 * x, the derivative of the square, overflowed;
-        # finite numbers beyond it give 0 with or without it, because their squares overflow
+        # without the clamp a gradient of 0 becomes 0 * inf = NaN, where x or 2 * x (the derivative of the square) overflowed;
+        # finite numbers above the limit give 0 either way, because their squares overflow
         limit = min(torch.finfo(x.dtype).max, torch.finfo(wide).max / 4)
         clamped = x.clamp(-limit, limit).to(wide)
         return nn.functional.rms_norm(clamped, self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
@@ -62,23 +62,23 @@ def _positions(total: int, cu_seqlens: Tensor | None, device: torch.device) -> T
 class NativeSparseAttention(nn.Module):
     """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
 
-    The branches share one query projection and have separate K and V projections (section 3.3.3). Without the compressed branch
-    in `branches`, its keys still choose blocks; no gradient reaches them, so they are frozen.
+    All branches share one query projection, and each has its own K and V projection (section 3.3.3). If `branches` has "slc" but not
+    "cmp", the layer still computes compressed keys to choose blocks. No gradient reaches their projection and phi, so both are frozen.
 
     With `kv="shared"` one `k_proj` and one `v_proj` serve all branches, under the names and shapes of dense attention. The selected and
     the sliding branch read the same rotated keys and the same values; the compressed branch reads phi of the keys and of the values.
-    Without the compressed branch, phi of the trained keys chooses blocks, and phi's own parameters are frozen.
+    Then "slc" without "cmp" chooses blocks by phi of the trained keys, and only the parameters of phi are frozen.
     """
 
     def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
-        """Build the layer that `config` describes; `registry` replaces the installed packages' backends."""
+        """Build the layer that `config` describes; `registry` has its backends, None: those of the installed packages."""
         super().__init__()
         self.config = config
         self.registry = registry
         self.telemetry: LayerTelemetry | None = None
-        """Attach a `LayerTelemetry` to record the next forward pass; None records nothing."""
+        """Attach a `LayerTelemetry` to record every forward pass; None records nothing."""
         self.selection_loss: SelectionLoss | None = None
-        """Attach a `SelectionLoss` to take the auxiliary loss of the choice in training passes."""
+        """Attach a `SelectionLoss` to compute the auxiliary loss of the block choice in each training pass; None computes none."""
         hidden, kv_heads = config.hidden_size, config.num_kv_heads
         self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim_v, hidden, bias=False)
@@ -140,9 +140,10 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> NSACache:
-        """Return an empty cache on `device` (None: the weights' own); see `NSACache` and `CacheOptions`.
+        """Return an empty cache for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
 
-        `dtype` None: autocast's, or the weights' own; float64 weights keep theirs under autocast.
+        `CacheOptions` describes the keywords from `static` to `step_graphs`. `dtype` None: the autocast dtype under autocast (float64 weights keep
+        their own), else the weights'. `device` None: the weights'.
 
         Raises:
             InputError: for sizes, options or a dtype that no cache has.
@@ -178,7 +179,7 @@ class NativeSparseAttention(nn.Module):
         )
 
     def _num_kv_heads(self) -> int:
-        """Return the number of KV heads on this rank: all, or with tensor parallelism a share."""
+        """Return the number of KV heads on this rank: all of them, or this rank's share with tensor parallelism."""
         projection: Any = next(module for module in self.k_proj.modules() if isinstance(module, nn.Linear))
         # not the rows of its weight, which FSDP shards too
         return self.config.num_kv_heads // int(getattr(projection, "num_shares", 1))
@@ -196,10 +197,11 @@ class NativeSparseAttention(nn.Module):
 
         Args:
             x: `(B, S, hidden_size)`; packed: `(1, total, hidden_size)`.
-            cu_seqlens: int32 (N + 1,), bounds of packed sequences.
-            max_seqlen: host bound on the tokens of a sequence; with a cache it is ignored, with a warning.
+            cu_seqlens: int32 (N + 1,), cumulative lengths of packed sequences; not with a cache or query_count.
+            max_seqlen: upper bound on the tokens of a sequence, a Python int; a pass with a cache ignores it and warns.
             cache: holds the previous tokens; x is appended to it. A pass with a cache records no gradient.
-            query_count: int32 (B,), valid rows of x per sequence (default: all S); the rest give 0 and are not cached.
+            query_count: int32 (B,), the number of valid first rows of x per sequence (None: all S); the other rows give 0 and are
+                not cached.
 
         Raises:
             InputError: for a wrong shape or an unsupported combination of arguments.
@@ -322,9 +324,9 @@ class NativeSparseAttention(nn.Module):
 
     @property
     def _readers(self) -> dict[str, str]:
-        """Return the branch whose projections each reader reads; with shared keys and values that is "all".
+        """Return reader -> name of the projections that it reads: a branch, or "all" for shared keys and values.
 
-        The readers are "slc" and "win", of rotated keys, and "raw", which phi reads.
+        The readers "slc" and "win" read rotated keys. The reader "raw" is phi, which reads the tokens' keys and values.
         """
         readers = {"raw": "cmp"} if self._has_compressed_keys else {}
         readers |= {branch: branch for branch in ("slc", "win") if branch in self.config.branches}
@@ -426,7 +428,7 @@ class NativeSparseAttention(nn.Module):
         return cmp
 
     def _gates(self, logits: Tensor, queries: Queries) -> Tensor:
-        """Return the gates `(B, S, H, 3)` of logits of the same shape, and note them in the telemetry; of `queries` the positions are read."""
+        """Return the gates `(B, S, H, 3)` of logits of the same shape, and record them in the telemetry. Only positions of `queries` are read."""
         config = self.config
         has_compressed = None
         # small operations dominate the time of a step
@@ -448,6 +450,6 @@ class NativeSparseAttention(nn.Module):
         return tuple(name for name in BRANCHES if name not in self.config.branches)
 
     def _call(self, q: Tensor, *observers: AttentionObserver | None) -> Call:
-        """Return the settings that the operations of a pass share."""
+        """Return the settings that all operations of a pass share."""
         present = tuple(observer for observer in observers if observer is not None)
         return make_call(q, self.config.geometry, None, self.config.backends, self.registry, present)

@@ -35,7 +35,7 @@ def queries_of(
     query_count: Tensor | None = None,
     page_table: PageTables = None,
 ) -> Queries:
-    """Return the Queries of the rows x, which are q or a layer's input, by the keywords of a public operation; checked.
+    """Return checked Queries of the rows `x` (q, or a layer's input), from the keywords of a public operation.
 
     Raises:
         InputError: for keywords that do not fit x or each other.
@@ -65,7 +65,7 @@ def queries_of(
 def keys_of(
     queries: Queries, pairs: Pairs, geometry: BlockGeometry, max_seqlen: int | None = None, page_table: PageTables = None
 ) -> dict[str, Keys | None]:
-    """Return unchecked Keys of the tensors `pairs`, by ending, with the placement that a public operation's keywords give.
+    """Return the ending of each pair of tensors -> unchecked Keys, with the placement that the keywords of a public operation give.
 
     Raises:
         InputError: for tensors of another rank than stores have, or page tables that do not fit the queries.

@@ -3,7 +3,7 @@
     from torch.distributed.tensor.parallel import parallelize_module
     parallelize_module(layer, mesh, tensor_parallel_plan(layer))
 
-Query heads and KV heads must both be divisible by the ranks. x is the same on all ranks, and so is the layer's output.
+The number of ranks must divide the query heads and the KV heads (`check_shares`). All ranks pass the same x and get the same output.
 """
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from nsa_core.module import NativeSparseAttention
 
 
 class ColwiseHeads(ColwiseParallel):
-    """`ColwiseParallel` for keys and values; the projection notes the number of ranks, so that a cache holds this rank's heads."""
+    """`ColwiseParallel` for K and V projections; `new_cache` reads `num_shares`, the number of ranks, to allocate this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = super()._apply(module, device_mesh)
@@ -27,7 +27,7 @@ class ColwiseHeads(ColwiseParallel):
 
 
 class SummedGradients(ParallelStyle):
-    """Sums the gradients of all ranks, for a module with equal parameters on all ranks that each rank applies to its own heads."""
+    """Sums the gradients of all ranks. For a module whose parameters are equal on all ranks: each rank applies it to its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -44,7 +44,7 @@ class SummedGradients(ParallelStyle):
 
 
 class ShardedTaps(ParallelStyle):
-    """For the convolution of `compressor="conv"`: each rank has the filters of its heads."""
+    """Shards the filters of `compressor="conv"`: each rank has those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

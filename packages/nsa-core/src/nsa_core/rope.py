@@ -15,7 +15,7 @@ _KEPT: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
 class RopeTables(NamedTuple):
     """cos and sin of every position's angles, float32 `(S, D)` or `(B, S, D)`.
 
-    Column i holds cos and -sin of pair i, column i + D / 2 cos and sin of it.
+    For pair i, column i holds cos and -sin, and column i + D / 2 holds cos and sin.
     """
 
     cos: Tensor
@@ -45,10 +45,10 @@ class RotaryEmbedding(nn.Module):
         return rotate(x, self.tables(positions))
 
     def kept_frequencies(self, device: torch.device) -> Tensor:
-        """Return float32 `(D,)`: the negated `frequencies`, then `frequencies`; computed once for each device of a process.
+        """Return float32 `(D,)`: the negated `frequencies`, then `frequencies`; cached per device for the life of the process.
 
-        A captured graph reads kept frequencies. Without them it computes frequencies at every replay, in the graph's memory, so they are not
-        kept. A traced graph computes them too.
+        A CUDA graph reads the cached tensor. If there is none when the graph is captured, the graph computes it at every replay, in its own
+        memory, and nothing is cached. A graph of torch.compile always computes it.
         """
         if torch.compiler.is_compiling():
             return self._both_frequencies(device)

@@ -10,9 +10,8 @@ from nsa_core.config import BlockGeometry
 def pool_importance(weights: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
     """Return the importance `(..., num_blocks)` of selection blocks from weights `(..., C)` of compressed blocks (Eq. 9).
 
-    Each compressed block counts by its overlap with the selection block, in strides: 1, 2, 2, 2, 1 for l=32, d=16,
-    l'=64. The sum runs over ascending compressed blocks, for any C and `num_blocks`, so its rounding
-    depends on nothing else.
+    The weight of a compressed block is multiplied by its overlap with the selection block (`blocks.overlap_weights`). The sum always
+    runs over ascending compressed blocks, so that its rounding does not depend on C or `num_blocks`.
     """
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
@@ -33,8 +32,8 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
         positions: int64, broadcastable to `(...)`: the query's position in its sequence; -1 chooses nothing.
         geometry: n, l' and the numbers of forced blocks.
 
-    The first `num_initial_blocks` and the last `num_local_blocks` candidates are always chosen; the rest by importance,
-    highest first, equal scores to the lower block.
+    The first `num_initial_blocks` and the last `num_local_blocks` candidates are always chosen. The remaining slots go to the blocks
+    of highest importance; of equal ones the lower block wins. NaN counts as importance 0.
     """
     num_blocks = importance.shape[-1]
     block = torch.arange(num_blocks, device=importance.device)
@@ -47,7 +46,7 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
 
 
 def _highest(scores: Tensor, candidate: Tensor, count: int) -> Tensor:
-    """Return bool: the `count` highest candidates of each row, equal scores to the lower index; all where fewer."""
+    """Return a bool mask of the `count` highest candidates of each row, or of all if there are fewer; of equal scores the lower index wins."""
     if scores.shape[-1] <= count:
         return candidate
     threshold = scores.topk(count, dim=-1).values[..., -1:]

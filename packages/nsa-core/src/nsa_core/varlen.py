@@ -31,7 +31,7 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def slots_in_batch(cu_seqlens: Tensor, total: int, length: int) -> Tensor:
-    """Return int64 `(total,)`: each packed row's index among the N * length rows of a batch; rows after the last sequence follow them."""
+    """Return int64 `(total,)`: each packed row's index in a batch of N * length rows; rows after the last sequence get indices from N * length."""
     sequence = sequence_ids(cu_seqlens, total)
     return sequence * length + torch.arange(total, device=cu_seqlens.device) - cu_seqlens.long()[sequence]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether it supports GQA (from torch 2.13); else keys and values are repeated."""
+"""Whether `varlen_attn` supports GQA (from torch 2.13); else keys and values are repeated."""
 
 
 def varlen_causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
