@@ -1,8 +1,9 @@
 """An auxiliary loss that teaches compressed scores to rank blocks as attention over all keys would.
 
 The choice of blocks (Eq. 11) has no gradient: compressed keys and queries learn to rank blocks only as far as the compressed branch needs
-it. For a sample of queries this loss compares the importance of blocks (Eq. 9, 10), with its gradient, with the mass that
-dense attention puts into each block, without one: attention of the same queries over the selected branch's own keys, or a teacher's.
+it. For a sample of queries this loss compares two distributions over blocks. One is the importance of each block (Eq. 9, 10); it has a
+gradient. The other is the attention mass that dense attention puts into each block; it is a target without a gradient. Dense attention is
+that of the same queries over the selected branch's keys, or a teacher's.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens, posit
 NUM_SAMPLES = 256
 """Sampled queries of a layer in a training step."""
 CHUNK = 32
-"""Queries whose scores over all keys are in memory at a time, without a gradient."""
+"""Maximum number of queries whose scores over all keys are in memory at a time."""
 
 
 class Rows(NamedTuple):
@@ -35,31 +36,31 @@ class Rows(NamedTuple):
 
 
 class SelectionLoss:
-    """Attach as `layer.selection_loss` to take the loss of a layer's training passes; read `value` after each."""
+    """Attach as `layer.selection_loss` to compute the loss in each training pass of the layer; read `value` after each pass."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         """Sample `num_samples` queries in each pass."""
         self.num_samples = num_samples
         self.offset: Tensor | None = None
-        """0 to 1, on the layer's device: which queries are sampled; None: 0."""
+        """A scalar from 0 to 1 on the layer's device, which shifts the sampled queries; None: 0. See `sample_rows`."""
         self.target: Tensor | None = None
-        """Mass of `rows` for the next pass, as `block_mass` returns it; None: the layer computes its own. Set it before each pass."""
+        """Target of the next pass: `block_mass` of `rows`, for example of a teacher; None: the layer computes its own. Set it before each pass."""
         self.value: Tensor | None = None
         """The loss of the last pass, with its gradient."""
 
     def rows(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return int64 `(num_samples,)`: the queries that a pass over `num_rows` rows compares; none of 0 rows."""
+        """Return int64 `(num_samples,)`: the sampled queries of a pass over `num_rows` rows; empty for 0 rows."""
         return sample_rows(num_rows, self.num_samples, torch.zeros((), device=device) if self.offset is None else self.offset)
 
     def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
-        """Keep and return the loss of a pass; the arguments are those of `selection_loss`, which gets sampled rows and their target."""
+        """Compute the loss of a pass, keep it as `value` and return it. The arguments are those of `selection_loss` without rows and target."""
         rows = self.rows(q.shape[0] * q.shape[1], q.device)
         self.value = selection_loss(q, k_cmp, k, rows, target=self.target, **keywords)
         return self.value
 
 
 def sample_rows(num_rows: int, num_samples: int, offset: Tensor) -> Tensor:
-    """Return int64 `(num_samples,)`: rows at equal distances among `num_rows`, moved by `offset`, a number from 0 to 1; none of 0 rows."""
+    """Return int64 `(num_samples,)`: evenly spaced rows of `num_rows`, shifted by `offset` (0 to 1) of their distance; empty for 0 rows."""
     steps = (torch.arange(num_samples, device=offset.device, dtype=torch.float64) + offset) / num_samples
     # rounding may reach num_rows
     rows = (steps * num_rows).long().clamp(max=num_rows - 1)
@@ -89,8 +90,8 @@ def block_mass(
         geometry: only `selection_block_size` is read.
         num_groups: groups of neighbouring heads that share a row of mass, a divisor of H; None: G.
         scale: of scores; None: D_k ** -0.5.
-        cu_seqlens: int32 `(sequences + 1,)`, bounds of packed sequences.
-        max_seqlen: host bound on the tokens of a sequence, which fixes N; None: S.
+        cu_seqlens: int32 `(sequences + 1,)`, cumulative lengths of packed sequences.
+        max_seqlen: upper bound on the tokens of a sequence, a Python int, which fixes N; None: S.
     """
     batch, length, num_kv_heads, dim = k.shape
     bounds = _bounds(batch, length, cu_seqlens, q.device)
@@ -126,11 +127,11 @@ def selection_loss(
     query_count: Tensor | None = None,
     target: Tensor | None = None,
 ) -> Tensor:
-    """Return the loss, a float32 scalar: the mean over sampled queries with a choice, and over KV heads, of mass * KL(dense || importance).
+    """Return the mean of mass * KL(dense || importance) over KV heads and sampled queries, a scalar in at least float32.
 
-    Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention in
-    them: a query that attends elsewhere counts little. Dense attention is averaged over the heads of a group. Gradients flow to `q` and
-    `k_cmp` through the importance only, never to the target.
+    Only queries with more than n candidate blocks count. Both distributions are over their candidates without the initial and local
+    blocks. `mass` is the share of dense attention in these blocks, so a query that attends elsewhere counts little. Dense attention is
+    averaged over the heads of a group. Gradients flow to `q` and `k_cmp` through the importance only, never to the target.
 
     Args:
         q: `(B, S, H, D_k)`; packed: `(1, total, H, D_k)`.
@@ -139,9 +140,9 @@ def selection_loss(
         rows: int64 `(m,)`, the sampled queries among the B * S rows; `sample_rows` draws some.
         geometry: block sizes, and the numbers of initial, local and selected blocks.
         scale: of scores; None: D_k ** -0.5.
-        cu_seqlens: int32 `(N + 1,)`, bounds of packed sequences.
-        max_seqlen: host bound on the tokens of a sequence; None: S.
-        query_count: int32 `(B,)`, valid rows of each sequence; the others are ignored. None: all.
+        cu_seqlens: int32 `(sequences + 1,)`, cumulative lengths of packed sequences.
+        max_seqlen: upper bound on the tokens of a sequence, a Python int, which fixes N; None: S.
+        query_count: int32 `(B,)`, valid first rows of each sequence; the others are ignored. None: all.
         target: `(m, G, N)`, the mass of dense attention of `rows` by block, such as a teacher's; None: `block_mass` of `q` and `k`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Records of a layer's pass: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
+"""Statistics of a layer's forward pass: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
 
-Figures about gates are taken on shares g_b / sum g over the branches that exist, with the natural logarithm; tokens
-that see no compressed block are left out.
+gate_mean_* and gate_std_* are statistics of the gates. All other gate figures use the shares g_b / sum(g) over the branches that exist;
+entropies are in nats. Tokens that see no compressed block are left out.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class AttentionObserver:
     """Callbacks of a running `nsa_attention`; every method does nothing until it is overridden."""
 
     needs_branches = False
-    """True if it needs each branch's output; then the branches run one by one."""
+    """True if the observer needs the output of each branch; the branches then run one by one, without a fused kernel."""
 
     def record_route(self, operation: str, backend: str) -> None:
         """Note that `backend` runs `operation`."""
@@ -64,7 +64,7 @@ class ReadCounter(AttentionObserver):
 
     @property
     def reads(self) -> Reads | None:
-        """Return the reads of the last pass, None before the first; they are counted when they are first read, on the current stream.
+        """Return the reads of the last pass, None before the first. The first access counts them, on the current stream.
 
         A step that a graph replays does not update them; `NSACache.last_reads` counts those too.
         """
