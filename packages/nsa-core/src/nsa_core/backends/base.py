@@ -45,11 +45,11 @@ class Layout(StrEnum):
     PACKED = "packed"
     """B = 1; `cu_seqlens` bounds the sequences."""
     CACHED = "cached"
-    """Keys are stores of each sequence; query row i of sequence b is at position start[b] + i."""
+    """Each sequence has its own rows of the stores, as in a cache; query row i of sequence b is at position start[b] + i."""
     PAGED = "paged"
     """As CACHED, with stores (pages, page_size, G, D) and a page_table (B, max_pages)."""
     RAGGED = "ragged"
-    """Rows of several sequences, packed by `cu_seqlens`, over stores or pages of each sequence; positions as CACHED."""
+    """Query rows are packed by `cu_seqlens`; keys are as in CACHED or PAGED, and so are positions."""
 
 
 class Queries(NamedTuple):
@@ -58,16 +58,17 @@ class Queries(NamedTuple):
     q: Tensor
     """(B, S, H, D_k); packed or ragged: (1, total, H, D_k)."""
     max_count: int
-    """Rows of the longest sequence, at most: a host bound for grids."""
+    """Upper bound on the query rows of a sequence, a Python int: kernels compute their grid from it."""
     cu_seqlens: Tensor | None = None
-    """int32 (N + 1,), bounds of packed or ragged rows; on q's device and never read on the host, as are all tensors here."""
+    """int32 (N + 1,), cumulative lengths of packed or ragged rows. A backend reads no tensor here on the host; all are on q's device."""
     start: Tensor | None = None
     """int32 (N,), position of each sequence's first row; None: position 0."""
     count: Tensor | None = None  # type: ignore[assignment]
     """int32 (N,), valid rows of each sequence; the others give out 0, lse -inf. None: all."""
     follows_append: bool = False
-    """True: the last operation on the stream is APPEND of these rows, and q, start, count and page tables were written before it. So a kernel may
-    read them, and keys of earlier steps, while APPEND runs. Never in a traced step, whose operations a compiler may reorder."""
+    """True: the last operation on the stream is the APPEND of these rows, and q, start, count and page tables were written before it. A kernel
+    that is launched while APPEND still runs may then read them, and keys of earlier steps. Always False in a traced step, because a compiler
+    may reorder its operations."""
 
 
 class Keys(NamedTuple):
@@ -78,17 +79,17 @@ class Keys(NamedTuple):
     v: Tensor
     """As k, with D_v columns."""
     max_count: int
-    """Rows (tokens; compressed: blocks) that a sequence has here, at most: a host bound for grids. A ring may give its sequence's tokens."""
+    """Upper bound on the rows of a sequence (tokens; of cmp: blocks), a Python int for grids. Of a ring it may exceed T."""
     cu_seqlens: Tensor | None = None
-    """Packed: int32 (N + 1,), where each sequence's rows begin."""
+    """Packed: int32 (N + 1,), the cumulative numbers of rows of the sequences."""
     page_table: Tensor | None = None
     """Paged: int32 (N, max_pages), the pages of each sequence in order."""
     first: Tensor | None = None
-    """int32 (N,), position of row 0: of a window's last tokens, or of a shard of a longer sequence. None: position 0."""
+    """int32 (N,), position of row 0, if k holds only the last tokens of a window or a shard of a longer sequence. None: position 0."""
     ring: bool = False
-    """True: the row of position p is p % T, so that the last T tokens are there."""
+    """True: k and v are ring buffers of the last T tokens; position p is in row p % T."""
     k_scale: Tensor | None = None
-    """FP8 stores only: float32, k's shape without the last dimension; a stored number times it is the key."""
+    """FP8 stores only: float32, k's shape without the last dimension; a key is its stored numbers times its scale."""
     v_scale: Tensor | None = None
 
 
@@ -102,7 +103,7 @@ def layout_of(queries: Queries, keys: Keys) -> Layout:
 
 
 class ReasonKind(StrEnum):
-    """Whether a backend cannot or only should not serve a request."""
+    """INCAPABLE: the backend cannot serve the request. POLICY: it can, but should not unless the caller names it."""
 
     INCAPABLE = "incapable"
     POLICY = "policy"
@@ -110,7 +111,7 @@ class ReasonKind(StrEnum):
 
 @frozen
 class Reason:
-    """One reason against a backend. A `policy` reason is overridden by naming the backend, an `incapable` one never."""
+    """One reason against a backend. A caller who names the backend overrides a `policy` reason, but never an `incapable` one."""
 
     kind: ReasonKind
     message: str
@@ -133,10 +134,9 @@ class Reason:
 class BranchRequest:
     """A call of an operation, in plain hashable numbers.
 
-    Lengths are host bounds: `num_queries` rows per batch entry (packed: the total), `num_keys` tokens of the longest
-    sequence. Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many; over a store
-    `num_keys` is rounded up to a power of 2, so that a growing cache is not routed at every step. `dispatch.facts_of`
-    makes one from a call.
+    `num_queries` is the rows of a batch entry (packed: the total), `num_keys` an upper bound on the tokens of a sequence. With a cache,
+    `num_keys` is rounded up to a power of 2, so that a growing cache is not routed at every step. Under torch.compile all lengths are
+    rounded up to a power of 8 instead, so that one graph serves many. `dispatch.facts_of` returns the fields for a call.
     """
 
     operation: Operation = field(converter=Operation)
@@ -160,23 +160,23 @@ class BranchRequest:
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
     needs_lse_grad: bool = False
-    """True if lse may get a gradient: a single operation returns lse to its caller, Eq. 5 does not."""
+    """True if lse may get a gradient: the operations of one branch return lse to the caller, `nsa_attention` does not."""
     is_aligned: bool = True
-    """False if a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices only."""
+    """False if the address of a tensor is no multiple of 16 bytes, which some kernels require; checked on CUDA devices only."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
 
 @frozen(kw_only=True)
 class Capability:
-    """The abilities of a backend, as data; None means no limit. `reasons_against` turns it into sentences."""
+    """What a backend supports; None means no limit. `reasons_against` compares it with a request."""
 
     device_types: tuple[str, ...] | None = None
     min_compute_capability: tuple[int, int] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes of q, k and v."""
     stored_dtypes: tuple[torch.dtype, ...] = ()
-    """Dtypes that only k and v may have, such as FP8 stores with scales. A backend without `dtypes` gets these stores as well."""
+    """Further dtypes of k and v only, such as torch.float8_e4m3fn for FP8 stores with scales. With `dtypes=None` they need no entry here."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
@@ -240,8 +240,8 @@ class NewRows(NamedTuple):
     """A step's rows for one store of a cache."""
 
     store: Keys
-    """k, v and their scales are written in place; `store.v` is not read where `v` is None. The last page of a paged store belongs to no
-    sequence: it takes the rows that no page holds."""
+    """The backend writes k, v and their scales in place. If `v` is None, it ignores `store.v`. The last page of a paged store belongs to no
+    sequence: rows that no page holds may be written there."""
     k: Tensor
     """(B, m, G, D_k)."""
     v: Tensor | None
@@ -254,7 +254,8 @@ class NewBlocks(NamedTuple):
     store: Keys
     """The compressed keys and values, written in place."""
     raw: NewRows
-    """The ring of the tokens that unfinished blocks still need, and the step's rows: read here, and written where among `rows`."""
+    """The ring of the tokens that unfinished blocks still need, and the step's rows. Blocks are computed from both; the ring itself is written
+    only if it is also among the `rows` of the call."""
     compress_k: Callable[[Tensor], Tensor]
     """phi of k: (B, C, l, G, D_k) -> (B, C, G, D_k)."""
     compress_v: Callable[[Tensor], Tensor] | None
@@ -276,16 +277,16 @@ class BranchBackend(Protocol):
 
     @property
     def capability(self) -> Capability:
-        """Return its abilities."""
+        """Return what it supports."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against serving `request`, at once; empty: eligible."""
 
     def preference(self, request: BranchRequest) -> int:
-        """Return the priority; "auto" takes the highest. The SDPA reference has 0."""
+        """Return the priority for `request`; "auto" takes the highest. The SDPA reference has 0."""
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
-        """Compute the operation; the protocols below have the operands and the result of each."""
+        """Compute the operation; the protocols below list the operands and the result of each."""
 
 
 class AttentionBackend(BranchBackend, Protocol):
@@ -299,7 +300,7 @@ class SelectBackend(BranchBackend, Protocol):
     """The choice of blocks: operation SELECT."""
 
     def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
-        """Return block_indices; no gradient. `cmp.v` is not read."""
+        """Return int32 block_indices (B, S, G, n), ascending, -1 after the last; no gradient. It must not read `cmp.v`."""
 
 
 class SelectedBackend(BranchBackend, Protocol):
@@ -315,7 +316,7 @@ class FusedBackend(BranchBackend, Protocol):
     def __call__(
         self, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, /, *, geometry: BlockGeometry, scale: float
     ) -> FusedOutput | Tensor:
-        """Return the gated sum and the choice, or the sum alone; differentiable through autograd where `capability.gradient`."""
+        """Return the gated sum and block_indices, or the sum alone; differentiable through autograd where `capability.gradient`."""
 
 
 class AppendBackend(BranchBackend, Protocol):
@@ -324,7 +325,10 @@ class AppendBackend(BranchBackend, Protocol):
     def __call__(
         self, rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, /, *, geometry: BlockGeometry
     ) -> None:
-        """Write rows 0 .. count[b] - 1 at positions start[b] onwards and the blocks that they complete, in place; int32 (B,) both."""
+        """Write rows 0 .. count[b] - 1 of sequence b at positions start[b] onwards, and the blocks that they complete, in place.
+
+        `start` and `count` are int32 (B,). Compute the blocks first: the rows may overwrite tokens in `blocks.raw` that the blocks need.
+        """
 
 
 class ChooseBackend(BranchBackend, Protocol):
@@ -333,10 +337,11 @@ class ChooseBackend(BranchBackend, Protocol):
     def __call__(
         self, scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, /, *, geometry: BlockGeometry
     ) -> Tensor:
-        """Return int32 block_indices (rows, G, n) of rows at `positions` (rows,), -1: none.
+        """Return int32 block_indices (rows, G, n), ascending, -1 after the last.
 
-        scores (rows, G, N), or (rows, H, N) with `factor` (rows, H), which multiplies a head's scores before the heads of
-        a group are added (1 / L of un-normalised sums).
+        `positions` (rows,): the query's position in its sequence; -1 for a row without a query, which gets only -1. `scores` (rows, G, N)
+        are importances. With `factor` (rows, H), `scores` are (rows, H, N): the importance of a group is the sum over its heads of
+        factor * scores, where factor is 1 / L of un-normalised sums.
         """
 
 
@@ -344,7 +349,7 @@ class RotateBackend(BranchBackend, Protocol):
     """RoPE of a step over a cache: operation ROTATE."""
 
     def __call__(self, heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding, /) -> tuple[Tensor, ...]:
-        """Return each of `heads` (B, m, heads, D_k) rotated, in its dtype: row i of sequence b at position start[b] + i. start int32 (B,).
+        """Return each of `heads` (B, m, heads, D_k) rotated, in its dtype. Row i of sequence b is at position start[b] + i; start int32 (B,).
 
         Angles, cos and sin are float32, and so is the arithmetic of narrower dtypes. No gradient.
         """
@@ -352,7 +357,7 @@ class RotateBackend(BranchBackend, Protocol):
 
 @runtime_checkable
 class NotingBackend(Protocol):
-    """A backend that also notes how it would serve a request, such as by slower kernels than its fastest. Optional."""
+    """Optional protocol of a backend that tells users how it would serve a request, for example by a slower kernel than its fastest."""
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
         """Return sentences for the user on how it would serve `request`; empty if there is nothing to note."""

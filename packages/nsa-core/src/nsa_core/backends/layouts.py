@@ -1,4 +1,4 @@
-"""Pages, FP8 stores and ragged rows as plain rows of stores, for backends whose kernels read nothing else. Every conversion is a copy."""
+"""Convert pages, FP8 stores and ragged rows to plain rows, for backends whose kernels read only those. Every conversion is a copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from nsa_core.varlen import slots_in_batch
 
 
 def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
-    """Return `(N, max_pages * page_size, ...)`: the pages of each sequence in order; entries outside the store read some page."""
+    """Return `(N, max_pages * page_size, ...)`: the pages of each sequence in order; an entry outside the store reads an arbitrary page."""
     return store[page_table.long().clamp(0, max(store.shape[0] - 1, 0))].flatten(1, 2)
 
 
 def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Return `keys` with a row per token or block and sequence, in `dtype`: pages are gathered, FP8 numbers times their scales."""
+    """Return `keys` as plain rows `(N, T, G, D)`: gather pages, and multiply FP8 numbers by their scales to get keys in `dtype`."""
     if keys.page_table is None and keys.k_scale is None:
         return keys
 
@@ -29,9 +29,9 @@ def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
 
 
 def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
-    """Return what `compute` makes of `operands`, with Keys as `keys_in_rows` and ragged rows as a batch of N sequences.
+    """Call `compute` with every Keys as `keys_in_rows` and ragged rows as a padded batch of N sequences; return its results.
 
-    `compute` sees only the layouts DENSE, PACKED and CACHED. Results come back ragged; gradients pass through.
+    `compute` gets only the layouts DENSE, PACKED and CACHED. The results of ragged rows are ragged again. Gradients pass through.
     """
     queries, *others = operands
     others = [keys_in_rows(x, queries.q.dtype) if isinstance(x, Keys) else x for x in others]

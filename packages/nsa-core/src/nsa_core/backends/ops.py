@@ -32,7 +32,7 @@ class Declared(NamedTuple):
     library: torch.library.Library
     schema: str
     functions: dict[str, Callable[..., Any]]
-    """The function of each dispatch key and each of `REGISTER`; the latest declaration's."""
+    """Dispatch key, or key of `REGISTER` -> function of the latest declaration."""
 
 
 DECLARED: dict[str, Declared] = {}
@@ -42,7 +42,7 @@ REGISTER: dict[str, Callable[..., Any]] = {"fake": torch.library.register_fake, 
 """What torch registers apart from dispatch keys, and how."""
 
 geometry_of = cache(BlockGeometry)
-"""The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
+"""Returns the `BlockGeometry` of the numbers of `as_tuple`; cached, because building one checks it."""
 
 
 def attention_op(
@@ -63,11 +63,11 @@ def attention_op(
         forward: `forward(*operands, geometry=, scale=, needs_grad=)` returns the results in order and then, where `needs_grad`
             is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
-            for NSA of the gates. `grads` is (dout, dlse), either of them None if no gradient comes, or for NSA (dout,);
-            `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
+            for NSA of the gates. `grads` is (dout, dlse), each None if it has no gradient, or for NSA (dout,); `results` is what
+            `forward` returned, for NSA without out. None: the operation has no gradient.
         operation: the operation that the functions compute.
-        saves: `saves(*operands, geometry=)` returns what `backward` reads in addition to the results, uninitialised; None for what is not
-            there, which `backward` does not get.
+        saves: `saves(*operands, geometry=)` returns uninitialised tensors with the shapes and dtypes of what `forward` keeps for
+            `backward` in addition to the results. `backward` gets them after the results, without those that are None.
 
     Raises:
         InputError: for a name without a namespace, or an operation without operands in `OPERANDS`.

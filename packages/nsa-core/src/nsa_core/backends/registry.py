@@ -18,7 +18,7 @@ from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
 MAX_ROUTES = 4096
-"""Requests that are cached; then the cache is cleared."""
+"""Maximum number of cached requests; a full cache is cleared."""
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
@@ -78,7 +78,7 @@ class BackendRegistry:
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
-        """Called at every choice that a call makes."""
+        """Called whenever a call chooses a backend, also if the choice is cached."""
         self._routes: dict[tuple[Any, ...], tuple[int, BranchRequest]] = {}
         self._indices: dict[tuple[str, Operation | str], int] = {}
         self._warned: set[int] = set()
@@ -89,7 +89,7 @@ class BackendRegistry:
         """Add `backend`.
 
         Raises:
-            DuplicateBackendError: if its name is taken for its operation.
+            DuplicateBackendError: if its name is taken for its operation, or is "auto".
         """
         if backend.name == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
@@ -121,7 +121,7 @@ class BackendRegistry:
         )
 
     def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
-        """Return the decision for `request` and every reason behind it; raises nothing for an incapable choice."""
+        """Return the decision for `request` and every reason behind it. It raises nothing if no backend serves: `chosen` is then None."""
         found = [
             evolve(_candidate(known, request), notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else ())
             for known in self._by_preference(request)
@@ -147,9 +147,9 @@ class BackendRegistry:
     def resolve_index(self, backend: str, optional: bool, **facts: Any) -> int:
         """Return the index in `backends` of the choice for a request, and call the observers.
 
-        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `facts`: the
-        fields of a BranchRequest, the geometry as a tuple and the index of the device instead of what torch says of it. `optional`: -1
-        where "auto" finds no eligible backend, instead of an error.
+        Takes and returns constants only, so that a compiled graph can call it while it is traced; observers are called then. `facts`:
+        the fields of a BranchRequest, with the geometry as a tuple; compute_capability and deterministic are read from torch.
+        `optional`: return -1 instead of an error if "auto" finds no eligible backend.
         """
         return self.route((backend, *facts.values()), backend, optional, lambda: facts)
 

@@ -1,4 +1,4 @@
-"""Measured minimum lengths on disk: from how many tokens on a backend is faster than another. `nsa-bench thresholds --write` writes them."""
+"""Measured thresholds on disk: the length from which on a backend is faster than another. `nsa-bench thresholds --write` writes them."""
 
 import json
 from functools import cache

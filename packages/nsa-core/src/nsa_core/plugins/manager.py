@@ -60,7 +60,7 @@ class Plugins:
 
 
 def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
-    """Return the built-in plug-in and those of entry-point group `nsa`; one that fails is listed, never raised.
+    """Return the built-in plug-in and those of entry-point group `nsa`. A plug-in that fails is listed as broken; its error is not raised.
 
     `found` replaces the entry points of the installed packages.
     """
