@@ -12,17 +12,18 @@ class HostBounds:
     def __init__(self, batch_size: int) -> None:
         """Start with empty sequences."""
         self.held = torch.zeros(batch_size, dtype=torch.int64, device="cpu")
-        """int64 (B,): no sequence has more tokens."""
+        """int64 (B,): upper bound on the tokens of each sequence."""
         self.depth = torch.zeros_like(self.held)
-        """int64 (B,): the tokens of each sequence that a later one may have replaced in the rings, counted back from its end."""
+        """int64 (B,): upper bound on the tokens by which the rings have run ahead of each sequence. A crop raises it, new tokens lower it; a crop
+        may remove `max_rollback` tokens less this number."""
         self.planned = torch.zeros(2, batch_size, dtype=torch.int64, device="cpu")
-        """int64 (2, B): `held` and `depth` once the step that has begun ends."""
+        """int64 (2, B): `held` and `depth` after the step that has begun."""
 
     def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:
         """Plan a step that adds `num_queries` tokens, or `query_count` int32 `(B,)` of them where the host may read that; return the longest length.
 
-        `in_place`: the rings take the tokens at once, so a rollback before the end of the step finds them there. In a graph that is
-        traced the lengths are counted when it runs, and 0 is returned.
+        `in_place`: the rings take the tokens at once, so `depth` counts them even if the step fails before its end. In a traced graph the
+        lengths are counted when the graph runs, and 0 is returned.
 
         Raises:
             CacheOverflowError: for a sequence longer than `max_seqlen`. Nothing changes then.
@@ -56,7 +57,7 @@ class HostBounds:
         return None
 
     def reorder(self, indices: Tensor) -> None:
-        """Take the bounds of the sequences at `indices`; on a GPU those are not read, and every sequence gets the largest."""
+        """Take the bounds of the sequences at `indices`. Indices on a GPU are not read: every sequence then gets the largest bound."""
         if indices.device.type == "cpu":
             self.held, self.depth = self.held[indices.long()], self.depth[indices.long()]
         else:
@@ -65,7 +66,7 @@ class HostBounds:
         self.planned = torch.stack([self.held, self.depth])
 
     def reset(self, indices: Tensor | None) -> None:
-        """Note that the sequences at `indices` (None: all) are empty; indices on a GPU are not read and lower no bound."""
+        """Set the bounds of the sequences at `indices` (None: all) to 0. Indices on a GPU are not read: the bounds then stay."""
         for x in (self.held, self.depth):
             if indices is None:
                 x.zero_()
@@ -114,8 +115,8 @@ class DeviceBounds:
         """Start with empty sequences; `lengths` int32 `(B,)` are the cache's own, and none grows beyond `max_seqlen`."""
         self.lengths, self.max_seqlen = lengths, max_seqlen
         self.reached = torch.zeros_like(lengths)
-        """int32 (B,): the tokens that the rings have seen of each sequence: the last rows are theirs, also after a crop. More than
-        `max_seqlen` where the sequence lost tokens, because they did not fit."""
+        """int32 (B,): the largest length of each sequence that the rings have seen; a crop does not lower it. Above `max_seqlen` if the
+        sequence lost tokens because they did not fit."""
 
     @property
     def overflowed(self) -> Tensor:
@@ -123,9 +124,9 @@ class DeviceBounds:
         return self.reached > self.max_seqlen
 
     def begin(self, wanted: int | Tensor, limit: Tensor | None, *, in_place: bool) -> Tensor:
-        """Return int32 `(B,)`: how many of the `wanted` tokens fit; where some do not, the sequence is marked.
+        """Return int32 `(B,)`: how many of the `wanted` tokens fit. A sequence with tokens that do not fit is marked as `overflowed`.
 
-        They fit below `max_seqlen`, and below `limit` `(B,)` where the sequences have pages.
+        Lengths up to `max_seqlen` fit; with pages, also up to `limit` `(B,)`.
         """
         # each of these operations delays a step
         end = self.lengths + wanted
@@ -141,7 +142,7 @@ class DeviceBounds:
         return added
 
     def end(self) -> None:
-        """Note that the rings have the step's tokens; the lengths are advanced by now. For a step in place, `begin` did it."""
+        """Record that the rings have the step's tokens; call it after the lengths are advanced. For a step in place, `begin` did it."""
         self.reached.clamp_(min=self.lengths)
 
     def check_crop(self, counts: Tensor, max_rollback: int) -> None:
@@ -175,12 +176,12 @@ class DeviceBounds:
         self.reached.copy_(self.reached.index_select(0, indices))
 
     def reset(self, indices: Tensor | None) -> None:
-        """Note that the sequences at `indices` (None: all) are empty."""
+        """Set the bounds of the sequences at `indices` (None: all) to 0."""
         self.reached.zero_() if indices is None else self.reached.index_fill_(0, indices, 0)
 
 
 def check_crop(counts: Tensor, held: Tensor, depth: Tensor, max_rollback: int) -> None:
-    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits if they are on a GPU."""
+    """Raise unless `counts` `(B,)` of the `held` tokens may be removed, at rollback `depth` (`HostBounds.depth`); waits for tensors on a GPU."""
     too_deep = (counts > 0) & (counts > torch.minimum(held, max_rollback - depth))
     if not bool(too_deep.any()):
         return

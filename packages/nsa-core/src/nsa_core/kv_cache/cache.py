@@ -1,9 +1,9 @@
 """NSACache: the KV cache of one layer.
 
-The selected branch stores every token. The sliding branch has a ring buffer of the last w tokens, and as many more as a rollback may
-need. The compressed branch stores its finished blocks, and a ring buffer of the raw tokens that unfinished blocks still need. With
-shared keys and values, the sliding branch reads the selected branch's store and has no ring buffer. Lengths live on the device, so no
-step waits for a GPU. The cache holds no autograd graph.
+The selected branch stores every token. The sliding branch has a ring buffer of the last w - 1 + max_rollback tokens. The compressed branch
+stores its finished blocks, and a ring buffer of the last l - 1 + max_rollback raw tokens, which unfinished blocks still need. With shared keys
+and values, the sliding branch reads the selected branch's store and has no ring buffer. Lengths live on the device, so no step waits for a
+GPU. The cache holds no autograd graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,11 @@ class Step(NamedTuple):
     """The tokens that one call of the layer appends."""
 
     start: Tensor
-    """int32 (B,): each sequence's length before."""
+    """int32 (B,): length of each sequence before the step."""
     added: Tensor
-    """int32 (B,): its new tokens."""
+    """int32 (B,): number of new tokens of each sequence."""
     in_place: bool
-    """True if the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
+    """True if the rings take the step's tokens before attention: the tokens replace only rows that are kept for a rollback."""
 
 
 class NSACache:
@@ -61,7 +61,7 @@ class NSACache:
     ) -> None:
         """Allocate for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
 
-        `num_kv_heads`: the KV heads of this rank, where tensor parallelism shares them out; None: the config's.
+        `num_kv_heads`: the KV heads of this rank with tensor parallelism; None: the config's. `dtype`: of the computed keys and values.
 
         Raises:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
@@ -78,7 +78,7 @@ class NSACache:
         # a tensor made in inference mode takes no write outside of it
         with torch.inference_mode(False):
             self.pages = None if options.page_size is None else self._page_table(batch_size, options.page_size, options.num_pages, device)
-            """The pages of a paged cache, None for another one."""
+            """The pages of a paged cache, else None."""
             self.stores = Stores(
                 config, batch_size, heads, StoreOptions(capacity, self.max_rollback, dtype, options.kv_dtype, self.pages), device
             )
@@ -117,12 +117,15 @@ class NSACache:
 
     @property
     def keys(self) -> dict[str, Tensor]:
-        """Return the stores of keys `(B, rows, G, D_k)`: "cmp", "slc" and the rings "win" and "raw"."""
+        """Return the stores of keys: "cmp", "slc" and the rings "win" and "raw", each `(B, rows, G, D_k)`.
+
+        Of a paged cache, "cmp" and "slc" are `(pages + 1, rows of a page, G, D_k)`.
+        """
         return self.stores.keys
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Return the stores of values `(B, rows, G, D_v)`, of the branches in use."""
+        """Return the stores of values `(B, rows, G, D_v)` under the same names, without those that have no values."""
         return self.stores.values
 
     @property
@@ -137,7 +140,7 @@ class NSACache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes that one more token of a sequence takes, its share of the compressed blocks included; rings are left out."""
+        """Return the bytes that each further token of a sequence needs, with its share of the compressed blocks and without rings."""
         return self.stores.bytes_per_token
 
     @property
@@ -154,8 +157,7 @@ class NSACache:
     def last_reads(self) -> Reads | None:
         """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None if nothing was counted.
 
-        A static cache has no host state to tell: it returns the counts of the last step that had tokens, or zeros before the first
-        step.
+        A static cache keeps no state on the host: it returns the counts of the last step that had tokens, or zeros before the first one.
         """
         if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
             return None
@@ -163,7 +165,7 @@ class NSACache:
 
     @property
     def total_reads(self) -> Reads:
-        """Return a copy of the tokens read since each sequence was new, predicted `(B,)` and actual `(B, G)`."""
+        """Return a copy of the tokens read since each sequence began, predicted `(B,)` and actual `(B, G)`."""
         return _reads_of(self._total_reads)
 
     def check(self) -> None:
@@ -180,8 +182,8 @@ class NSACache:
         A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads nothing.
 
         Raises:
-            CacheOverflowError: if a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
-                exactly, one on the GPU is not read and counts as `num_queries`.
+            CacheOverflowError: if a sequence of a growing cache may pass `max_seqlen`. A query_count on a GPU is not read, and counts as
+                `num_queries`.
             InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
         """
         self.check_count(num_queries, query_count)
@@ -210,9 +212,10 @@ class NSACache:
         return NewRows(self.stores.keys_of(name), k, v)
 
     def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
-        """Return the keys that the sliding branch reads of a step's `rows` by store; None without the branch.
+        """Return the keys that the sliding branch reads in a step; `rows` is store -> the step's rows. None without the branch.
 
-        They are the selected branch's store if the two share it, else the ring, or a copy of its last tokens followed by the new ones.
+        The keys are the selected branch's store if the branches share one. Else they are the ring of an in-place step, or a copy of the
+        ring's last tokens followed by the new ones.
         """
         if "win" not in self.config.branches:
             return None
@@ -228,14 +231,14 @@ class NSACache:
         return Keys(k, v, k.shape[1], first=step.start - tail, k_scale=k_scale, v_scale=v_scale)
 
     def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
-        """Reserve pages for `num_tokens` tokens of a sequence that now has `length`; only this sequence writes them.
+        """Reserve pages for a sequence of `length` tokens, so that it has room for `num_tokens` tokens in total.
 
-        Pages that other sequences read as well are copied where a later step would write them: tokens from `length` on, and blocks
-        that are not complete. The caller says the length, so nothing waits for a GPU.
+        Copy on write: shared pages that a later step would write are copied now. These hold tokens from `length` on, or blocks that are
+        not complete. The caller passes the length, so nothing waits for a GPU.
 
         Raises:
             CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
-            InputError: for a cache without pages, a sequence that it does not hold, or numbers below 0 or that are no integers.
+            InputError: for a cache without pages, a sequence that it does not hold, or numbers that are below 0 or no integers.
         """
         if self.pages is None:
             raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
@@ -270,9 +273,9 @@ class NSACache:
         A static cache waits for its device here, and so does a call with counts on a GPU. If an error is raised, nothing changes.
 
         Raises:
-            CacheOverflowError: if crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
-                sequence of a static cache lost tokens.
-            InputError: for other than one count of 0 or more per sequence.
+            CacheOverflowError: for more tokens than a sequence holds, or than `max_rollback` less the tokens of earlier crops that no new
+                tokens have replaced; also if a sequence of a static cache lost tokens.
+            InputError: for anything but integers of at least 0, one for all or one per sequence.
         """
         counts = self.check_crop(num_tokens)
         self.bounds.crop(counts)
@@ -280,7 +283,7 @@ class NSACache:
         self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
 
     def check_crop(self, num_tokens: int | Sequence[int] | Tensor) -> Tensor:
-        """Return the counts int64 `(B,)` of a `crop` by `num_tokens`, whose errors are raised; nothing changes."""
+        """Return the counts int64 `(B,)` of a `crop` by `num_tokens`, or raise its errors; nothing changes."""
         try:
             counts = num_tokens if isinstance(num_tokens, Tensor) else torch.tensor(num_tokens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
@@ -300,7 +303,9 @@ class NSACache:
         """Empty the sequences at `indices` (None: all), so that new ones may begin there.
 
         Raises:
-            CacheOverflowError: if one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
+            CacheOverflowError: if one of them had lost tokens; the sequences are emptied all the same. Only a static cache raises it, and waits
+                for its device to know.
+            InputError: for indices that `reorder` refuses.
         """
         chosen = None if indices is None else self._checked(indices)
         lost = self.bounds.lost(chosen)
@@ -314,11 +319,12 @@ class NSACache:
     def reorder(self, indices: Tensor) -> None:
         """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed (beam search).
 
-        A static cache does it in place, for one index per sequence. In a cache that grows B' is any number; indices on the CPU keep its
-        host bounds exact, on the GPU every sequence gets the largest.
+        A static cache is reordered in place, with B' = B. In a growing cache B' may be any number; pass its indices on the CPU, because
+        those on a GPU are not read, and every sequence then gets the largest host bound.
 
         Raises:
-            InputError: for indices that are no vector of integers or, on a CPU, leave 0 .. batch_size - 1; or not of B for a static cache.
+            InputError: for indices that are no vector of int32 or int64, or leave 0 .. batch_size - 1 (checked on a CPU); for B' other than
+                B of a static cache; for indices on a GPU of a paged cache.
         """
         chosen = self._checked(indices)
         if self.is_static and chosen.shape[0] != self.batch_size:
@@ -332,8 +338,8 @@ class NSACache:
         """Keep only the sequences at `indices` `(B',)`, in order. A static cache keeps its batch size; the other slots are empty.
 
         Raises:
-            CacheOverflowError: if a sequence of a static cache lost tokens; it waits for its device here.
-            InputError: as `reorder`, or for more indices than a static cache has sequences.
+            CacheOverflowError: if a sequence of a static cache lost tokens; a static cache waits for its device to know.
+            InputError: as `reorder`, but a static cache takes up to B indices.
         """
         chosen = self._checked(indices)
         spare = self.batch_size - chosen.shape[0]
@@ -361,7 +367,7 @@ class NSACache:
     # as in __init__
     @torch.inference_mode(False)
     def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
-        """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
+        """Reorder by the caller's `indices`; `chosen` is their copy on the cache's device, `sources` their copy for the page table."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
         if not in_place:

@@ -12,28 +12,28 @@ from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
 class CacheOptions(NamedTuple):
     """How an `NSACache` stores tokens and runs steps; the keywords of a layer's `new_cache`. `torch.compile` traces a named tuple.
 
-    The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
-    its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
+    By default the stores grow by doubling. A `static` cache is allocated at once and keeps no state on the host, so that CUDA graphs may
+    capture its steps. It drops tokens that do not fit and sets a flag on the device, which `NSACache.check` reads.
     """
 
     static: bool = False
     page_size: int | None = None
-    """Tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks have pages, `reserve` gives them to a
-    sequence, and such stores do not grow."""
+    """Tokens per page, a multiple of `selection_block_size`: the selected and the compressed branch's stores are paged, and do not grow.
+    `NSACache.reserve` gives pages to a sequence. None: no pages."""
     num_pages: int | None = None
-    """None: enough for all sequences."""
+    """Pages of the cache; None: enough for `max_seqlen` tokens of every sequence."""
     kv_dtype: torch.dtype | None = None
     """`torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per token and KV head;
     phi and the choice of blocks read unconverted values."""
     max_rollback: int = DEFAULT_MAX_ROLLBACK
-    """How far `crop` may go back, in tokens."""
+    """Number of tokens that `crop` may remove."""
     keep_raw: bool = False
-    """Keep every raw token, so that `crop` may go back to the start."""
+    """Keep every raw token, so that `crop` may remove any number of tokens."""
     count_reads: bool = True
     """Count the tokens that each step reads, where all three branches exist."""
     step_graphs: bool | None = None
-    """The layer captures the steps of a static cache on a GPU as CUDA graphs, and replays them; see `NSACache.graphs`. None: it does if the cache is
-    static and on a GPU, and if a capture fails, a warning says so and steps run eagerly."""
+    """True: the layer captures the steps as CUDA graphs and replays them; see `NSACache.graphs`. Only for a static cache on a GPU; a capture
+    that fails raises an error. None: as True for a static cache on a GPU, but a capture that fails gives a warning, and steps run eagerly."""
 
     @property
     def is_fixed(self) -> bool:
@@ -73,4 +73,4 @@ class CacheOptions(NamedTuple):
 
 
 DEFAULTS = CacheOptions()
-"""Those of `NSACache` and of `new_cache`."""
+"""The default options of `NSACache` and of `new_cache`."""

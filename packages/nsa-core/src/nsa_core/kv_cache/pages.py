@@ -38,7 +38,7 @@ class PageTable:
         self.table = torch.full((batch_size, -(-max_seqlen // page_size)), -1, dtype=torch.int32, device=device)
         """int32 (B, max_pages): the pages of each sequence in order, -1 after the last."""
         self.extents = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
-        """int32 (2, B): the tokens that the pages of each sequence hold, and those in pages up to its last one that others share."""
+        """int32 (2, B): the number of tokens that the pages of each sequence can hold, and the same up to its last shared page."""
         self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32, device="cpu")
         self._pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._num_readers = [0] * num_pages
@@ -54,9 +54,9 @@ class PageTable:
         return tuple(self._pages[self._checked(sequence)])
 
     def limits(self, lengths: Tensor, geometry: BlockGeometry) -> Tensor:
-        """Return the lengths up to which sequences of `lengths` `(B,)` may grow: 0 where a step would write a page that others share.
+        """Return the lengths up to which sequences of `lengths` `(B,)` may grow; 0 if a step would write a shared page.
 
-        A step writes tokens from `lengths` on, and the blocks that were not complete.
+        A step writes tokens from `lengths` on, and blocks that are not complete yet.
         """
         held, shared = self._host_extents if lengths.device.type == "cpu" else self.extents
         first_open = compressed_lengths(lengths, geometry) * geometry.compression_stride
@@ -82,7 +82,7 @@ class PageTable:
         self._replace(sequence, pages)
 
     def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
-        """Make a sequence the only owner of its pages from number `first` on, enough for `num_tokens` tokens; return the copies to make.
+        """Give a sequence pages for `num_tokens` tokens, unshared from its page number `first` on; return the pages to copy.
 
         Raises:
             CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
@@ -120,7 +120,7 @@ class PageTable:
         self._replace(sequence, [])
 
     def reorder(self, sources: Sequence[int | None]) -> None:
-        """Replace the sequences by those of `sources`, whose pages are shared where two name the same; None: one without pages."""
+        """Replace the sequences by those of `sources`; None is one without pages. Sequences from the same source share its pages."""
         self._pages = [[] if source is None else list(self._pages[source]) for source in sources]
         readers = Counter(page for have in self._pages for page in have)
         self._num_readers = [readers[page] for page in range(self.num_pages)]
@@ -145,7 +145,7 @@ class PageTable:
         self._free -= new
         self._free |= {page for page in gone if not self._num_readers[page]}
         self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32, device="cpu"), non_blocking=True)
-        # a page that one sequence more or less reads may begin or end to be shared for the others
+        # one reader more or less may start or end the sharing of a page, which changes the extents of its other readers
         is_shared = any(self._num_readers[page] for page in gone) or any(self._num_readers[page] > 1 for page in new)
         self._write_extents(range(len(self._pages)) if is_shared else (sequence,))
 

@@ -21,9 +21,9 @@ from torch.nn.modules import module as modules
 from nsa_core.kv_cache.streams import NUM_SIDE_STREAMS, is_captured, side_stream
 
 MOST_FORMS = 4
-"""Forms of steps that a cache keeps, captured or seen once; the one that was not used for longest goes first."""
+"""Forms of steps that a cache keeps, captured or seen once; the least recently used one is dropped first."""
 MOST_ROWS = 16
-"""Rows of a sequence up to which a step is captured: longer ones take longer than their launches, and their graphs much memory."""
+"""Most rows of a sequence in a captured step. In longer steps kernels take longer than their launches, and graphs take much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SETTINGS = ("config", "registry", "telemetry")
 """Attributes of a module that decide what its forward does."""

@@ -13,12 +13,13 @@ from nsa_core.errors import InputError
 from nsa_core.kv_cache.pages import Copies, PageTable
 
 DEFAULT_MAX_ROLLBACK = 64
+"""Tokens that `crop` may remove by default."""
 RINGS = ("win", "raw")
 """The stores that hold only the last tokens."""
 PAGED = ("slc", "cmp")
 """The stores that may be paged."""
 CONVERTED = ("slc", "win")
-"""The stores that `kv_dtype` converts: phi and the choice of blocks read the others."""
+"""The stores that `kv_dtype` converts; phi and the choice of blocks read only the other stores."""
 KV_DTYPES = (torch.float8_e4m3fn,)
 
 
@@ -26,7 +27,7 @@ class StoreOptions(NamedTuple):
     """How a cache stores its tokens."""
 
     capacity: int
-    """Tokens of a sequence that fit; paged: that its page table can address."""
+    """Maximum number of tokens of a sequence; paged: the number that its page table can address."""
     max_rollback: int
     dtype: torch.dtype
     """The dtype that keys and values are computed in."""
@@ -98,7 +99,7 @@ class Stores:
         return self.pages.page_size // (self.config.geometry.compression_stride if name == "cmp" else 1)
 
     def keys_of(self, name: str) -> Keys:
-        """Return the store `name` as an operand; if it has no values, its keys are passed instead."""
+        """Return the store `name` as Keys; a store without values passes its keys as `v`."""
         rows = self.capacity if name != "cmp" else blocks.num_compressed_blocks(self.capacity, self.config.geometry)
         table = None if self.pages is None or name not in PAGED else self.pages.table
         k_scale = self.key_scales.get(name)
@@ -122,7 +123,7 @@ class Stores:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes that a token of a sequence takes, its share of the compressed blocks included; rings are left out."""
+        """Return the bytes that each further token of a sequence needs, with its share of the compressed blocks and without rings."""
         found = 0.0
         for stores in self._all():
             for name in stores.keys() & set(PAGED):

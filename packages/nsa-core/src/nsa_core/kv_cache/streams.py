@@ -28,10 +28,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 def fork(device: torch.device | None, number: int, body: Callable[[], T]) -> T:
-    """Return what `body` returns; in a capture on `device` it runs on side stream `number`, after the current stream's work so far.
+    """Return what `body` returns; in a capture on `device`, run it on side stream `number`, after the current stream's work so far.
 
-    With a device of None it never forks.
-    The current stream may read the result after `join`. Side stream `number` may read it in a later `fork`.
+    With device None it runs on the current stream. The current stream may read the result after `join`, and side stream `number` in a
+    later `fork`.
     """
     if device is None or torch.compiler.is_compiling() or not is_captured(device):
         return body()
