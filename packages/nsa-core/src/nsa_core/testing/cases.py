@@ -25,7 +25,7 @@ MOSTLY_SHORT = {
     "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
     "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
 }
-"""Packed sequences that no backend pads to a batch, which would be mostly padding."""
+"""Lengths of packed sequences whose padded batch would be mostly padding, so that no backend makes one."""
 
 
 @frozen(kw_only=True)
@@ -39,7 +39,7 @@ class Case:
     holes: bool = False
     """Mix -1 into block_indices, rows of only -1 included."""
     logit_scale: float = 1.0
-    """Factor on q: large logits overflow a softmax that is stabilised by another row's maximum."""
+    """Factor of q: large logits overflow in a softmax that subtracts the maximum of another row."""
     window: Literal["whole", "ring", "tail"] = "whole"
     """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
     has_shared_keys: bool = False

@@ -3,8 +3,8 @@
     from nsa_core.testing.conformance import check_backend
     print(check_backend(MyBackend()))
 
-Every case that the backend's own `reasons_against` lets through is run through the public operation, by name, so a
-fallback cannot hide it. `nsa_core.testing.steps` has the cases of APPEND, ROTATE and CHOOSE.
+The kit skips a case if the backend's `reasons_against` has an incapable reason. It runs every other case through the public operation
+and selects the backend by name, so that no other backend can serve it. `nsa_core.testing.steps` has the cases of APPEND, ROTATE and CHOOSE.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class ConformanceError(NSAError, AssertionError):
 
 @frozen(kw_only=True)
 class ConformanceReport:
-    """Cases that were run, what the backend declined (cases, or the gradient of lse), and failures."""
+    """The cases that were run, those that the backend declined (or the gradient of lse of a case), and the failures."""
 
     backend: str
     operation: Operation
@@ -49,9 +49,9 @@ class ConformanceReport:
     declined: tuple[str, ...] = ()
     failures: tuple[str, ...] = field(default=())
     near_ties: int = 0
-    """Rows of selections left out because two scores were within the near-tie margin."""
+    """Rows of selections that were not compared, because two scores were within the near-tie margin."""
     decided: int = 0
-    """Rows of selections in which scores decided, those near a tie included."""
+    """Rows of selections in which scores decided, including the near ties."""
 
     def __str__(self) -> str:
         head = f"{self.backend} / {self.operation}: {len(self.passed)} cases passed, {len(self.declined)} declined, "
@@ -66,9 +66,9 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     window's last tokens, and NSA with one k and v for the selected and the sliding branch. SLC, WIN and NSA run over stores of FP8
     as well. Some cases have a scale that is not D_k ** -0.5. SELECT gets NaN for `cmp.v`. APPEND is compared with a plain
     loop over steps, ROTATE with products of complex numbers, CHOOSE with the reference's choice, bit by bit.
-    float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
-    MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
-    Without `capability.lse_gradient` the gradient of lse counts as declined, and the rest of a case is compared.
+    Limits relative to the largest value: 1e-12 in float64, 1e-5 in float32; in bf16 and fp16 twice the error of torch's MATH attention
+    plus 2^-8. Selections must equal the oracle's above the near-tie margin. If `capability.lse_gradient` is False, the gradient of lse
+    counts as declined, and the rest of a case is compared.
 
     Raises:
         ConformanceError: if a case fails, the backend declines every case, or too few choices are far enough from a tie.

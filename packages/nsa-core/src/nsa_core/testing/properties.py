@@ -124,7 +124,7 @@ def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: flo
 
 
 def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
-    """Permuting the query heads of a group permutes the outputs; the chosen blocks stay, above the near-tie margin."""
+    """Permuting the query heads of a group permutes the outputs, and does not change the chosen blocks above the near-tie margin."""
     inputs = where.inputs(shape)
     size = shape.num_heads // shape.num_kv_heads
     generator = torch.Generator().manual_seed(shape.seed)
@@ -162,7 +162,7 @@ def check_packed_equals_separate(shape: Shape, where: Where) -> None:
 
 
 def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -> None:
-    """Queries in steps over stores that already hold their tokens give what one pass gives; the stores' ends may be NaN."""
+    """Steps over stores that already hold their tokens give the same outputs as one pass; rows of a store after the tokens may be NaN."""
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     bounds = sorted({0, shape.num_queries, *(cut for cut in cuts if cut < shape.num_queries)})
@@ -216,7 +216,7 @@ def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
 
 
 def check_equals_dense(shape: Shape, where: Where) -> None:
-    """Let w >= S, n * l' >= S and l = d = 1 each make its branch dense causal attention."""
+    """Each branch equals dense causal attention: sliding with w >= S, selected with n * l' >= S, compressed with l = d = 1."""
     length = shape.num_queries
     covering = evolve(shape.geometry, window_size=max(length, 1), num_selected_blocks=-(-length // shape.geometry.selection_block_size) + 3)
     inputs = where.inputs(evolve(shape, geometry=covering))

@@ -8,9 +8,9 @@ The reference runs in float64: the oracle (`naive`) for short sequences, for lon
 sampled rows (`attend_rows`). The gradient fed back is zero except on those rows, so all gradients of keys and values come from
 them and are compared completely.
 
-The limit is `tolerances.allowed`. Rows that see many keys have small numbers, whose errors those of rows that see few would
-hide. So every single row (a query's out and gradients, a key's gradients) has a limit too, ROW_SLACK times as
-wide, because the worst of many thousand rows rounds worse than a typical one.
+The limit for a whole result is `tolerances.allowed`. Rows that see many keys have small values, and the larger errors of rows that see few
+keys would hide their errors. So each row (a query's out and gradients, a key's gradients) has its own limit too. It is ROW_SLACK times as
+wide, because the worst of many thousand rows has a larger rounding error than a typical one.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ gradients of queries that see few keys use LARGEST_SMALLEST_SHARE down to SMALLE
 that few queries see use SMALLEST_KEY_SHARE. Outputs do not cancel in this way.
 """
 NOTHING = 2**-20
-"""A gradient below this share of the largest one is 0 up to rounding, as that of scores is if no query sees two keys.
+"""A gradient below this share of the largest one counts as 0 up to rounding. The gradient of q is 0 if no query sees two keys, for example.
 
-The errors of such a gradient, also of an exact zero, are relative to the largest gradient of any operand.
+Errors of such a gradient, also of an exact zero, are relative to the largest gradient of any operand.
 """
 Values = dict[str, Tensor]
 """`out` and the gradients `d` + operand; those of ROW_OPERANDS, and out, at the sampled rows only."""

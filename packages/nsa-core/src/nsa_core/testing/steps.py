@@ -62,7 +62,7 @@ WIDTHS = {"k": 8, "v": 6}
 EMPTY = 7.0
 """Value of a row that was never written."""
 KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last", "stores in pages", "stores of FP8")
-"""Rings written last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
+"""Rings written last: one call emits the blocks, and a second call writes the rings, as in a step longer than `max_rollback`."""
 FP8 = torch.float8_e4m3fn
 
 

@@ -8,15 +8,15 @@ from torch import Tensor
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Largest error relative to the largest reference value."""
 SMALLEST_SCALE = 0.1
-"""Errors of smaller results are taken relative to this: they are cancelled products of inputs around 1."""
+"""Errors of results below this are taken relative to it: such results are sums of products around 1 that cancel."""
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Scores closer than this may be ranked either way by two backends."""
+"""Two backends may rank scores that are closer than this in either order."""
 Size = TypeVar("Size", float, Tensor)
 """One size, or one for each row."""
 
 
 def allowed(scale: Size, dtype: torch.dtype, torch_error: Size) -> Size:
-    """Return the error that a result of `dtype` may have whose largest value is `scale`.
+    """Return the largest allowed error of a result in `dtype` with largest value `scale`.
 
     float64 and float32: `LIMITS` times the largest value. Below: twice the error of torch's MATH SDPA with an explicit
     mask in that dtype (`torch_error`), plus 2^-8 of the largest value.
