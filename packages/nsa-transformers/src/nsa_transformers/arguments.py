@@ -92,13 +92,13 @@ def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_ke
 
 
 def labels_that_follow_tokens(labels: Tensor, mask: Tensor, ignored: int) -> Tensor:
-    """Return `labels` `(B, S)` with `ignored` for tokens that follow padding in `mask` `(B, past + S)`: logits of padding have seen the row."""
+    """Return `labels` `(B, S)` with `ignored` for tokens right after padding in `mask` `(B, past + S)`: padding attends to the whole row."""
     follows_padding = mask[:, -labels.shape[1] : -1] == 0
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(follows_padding, ignored)], 1)
 
 
 def share_of_labels(labels: Tensor, asked: Tensor, ignored: int) -> Tensor:
-    """Return how many of the `asked` labels `(B, S)` that a loss shifts are left in `labels`, as a share; 1 where none is left."""
+    """Return the share of the `asked` labels `(B, S)` (shifted by the loss) that is left in `labels`, a scalar tensor; 1 if none is left."""
     left, all_of_them = ((x[:, 1:] != ignored).sum() for x in (labels, asked))
     return torch.where(left > 0, left / all_of_them, 1.0)
 
@@ -131,7 +131,7 @@ def require_mask_of(mask: Any, tokens: Tensor) -> None:
 
 
 def require_cache_used(cache: Any, use_cache: bool | None) -> None:
-    """Raise InputError if `use_cache=False` would leave the tokens in `cache` out."""
+    """Raise InputError if `use_cache=False` comes with a `cache`, whose tokens would be ignored."""
     if cache is not None and use_cache is False:
         raise InputError("use_cache=False came with past_key_values (the tokens that it holds would be left out); leave one of them out")
 

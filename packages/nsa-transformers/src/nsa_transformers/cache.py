@@ -15,7 +15,7 @@ GRAPH_MODULES = (*KNOWN, "nsa_transformers")
 
 
 class NSACacheLayer(CacheLayerMixin):
-    """The cache of one layer. The attention module writes it itself, so `update` raises an error."""
+    """The cache of one layer. The attention module writes its own stores, so `update` raises an error."""
 
     is_croppable = True
     supports_early_init = False
@@ -28,7 +28,7 @@ class NSACacheLayer(CacheLayerMixin):
         self.store: Any = None
         """An `nsa_core.NSACache` or `DenseCache`; None before the first tokens."""
         self.length: Any = 0
-        """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which the layers on one device share."""
+        """Columns of the batch so far, padding included: an int; in a static cache a tensor that the layers on one device share."""
 
     def start(self, attention: Any, x: Tensor) -> None:
         """Allocate the stores for sequences x `(B, S, hidden_size)` of the module `attention`, if there are none yet."""
@@ -81,7 +81,7 @@ class NSACacheLayer(CacheLayerMixin):
             self.length = self.length.zero_() if self.is_compileable else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every sequence; the length, which layers share, is `NSAModelCache.crop`'s.
+        """Remove the last `-tokens_to_remove` tokens of every sequence; `NSAModelCache.crop` changes the length, which layers share.
 
         Raises:
             InputError: for a count above 0, which older versions of transformers understood as the length to keep.
@@ -152,9 +152,9 @@ class NSAModelCache(Cache):
     ) -> None:
         """Start empty, for the layers of `config` (an `NSAModelConfig`).
 
-        `static`: `max_cache_len` tokens are allocated at once, and a step may be compiled or captured; else the stores grow.
-        `max_rollback`: how many tokens `crop` may take back; `keep_raw`: any number. `step_graphs`: False captures no step of a static
-        cache on a GPU; None: see `graphs`.
+        `static`: allocate `max_cache_len` tokens at once, so that a step may be compiled or captured; else the stores grow.
+        `max_rollback`: number of tokens that `crop` may remove; `keep_raw`: any number of them. `step_graphs`: False captures no steps;
+        for True and None see `graphs`.
 
         Raises:
             InputError: for a static cache without `max_cache_len`, or a `max_cache_len` below 1.
@@ -171,8 +171,8 @@ class NSAModelCache(Cache):
         """Tokens that the layers process before the next step; None if there are none."""
         self.graphs: StepGraphs | None = None
         """The captured steps of all layers and the last norm, of a static cache on one GPU: the first step of a form (batch, up to 16 new
-        tokens) runs eagerly, the second is captured, later ones are replayed. A capture that fails is told by a warning, with
-        `step_graphs=True` by an error."""
+        tokens) runs eagerly, the second is captured, later ones are replayed. A capture that fails gives a warning, or with
+        `step_graphs=True` an error."""
         self._advancing: list[NSACacheLayer] = []
         """Layers whose lengths a step advances: those of a static cache on one device share a tensor."""
 
@@ -237,7 +237,7 @@ class NSAModelCache(Cache):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`, whose errors it raises before anything changes."""
+        """Remove the last `-tokens_to_remove` tokens of every sequence. It raises the errors of `NSACacheLayer.crop` before anything changes."""
         if self.deferred is None or tokens_to_remove >= 0:
             for layer in self.layers:
                 # layers that differ may refuse what others allow

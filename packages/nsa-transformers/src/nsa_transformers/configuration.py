@@ -81,7 +81,7 @@ class NSAModelConfig(PreTrainedConfig):
     num_attention_heads: int = 4
     num_key_value_heads: int = 1
     head_dim_qk: int | None = None
-    """None: hidden_size / num_attention_heads; so is head_dim_v."""
+    """None: hidden_size / num_attention_heads; the same for head_dim_v."""
     head_dim_v: int | None = None
     max_position_embeddings: int = 4096
     rms_norm_eps: float | None = None

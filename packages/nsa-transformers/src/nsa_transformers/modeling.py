@@ -122,16 +122,17 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         `attention_mask` `(B, past + S)` is 1 at valid tokens, which must be next to one another. `position_ids` that start again at 0
         pack several sequences in a row; these do not see one another, and cannot be combined with a cache.
 
-        A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache. `use_cache=None` makes
-        one where no gradient is recorded; this cache stores the tokens and fills its keys and values only when a step follows, so that
-        the states equal those of a pass without a cache.
+        A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache; training ignores it, with a
+        warning. `use_cache=None` makes one if no gradient is recorded, there are no labels and rows are not packed. This cache keeps the
+        embedded tokens, and fills its stores only when a step follows, so that the states equal those of a pass without a cache.
 
-        `output_hidden_states`: `hidden_states` are the embeddings, the output of each layer but the last, and the normed output of the last.
-        Those of a valid token do not depend on the padding; at a position of padding they are finite and mean nothing.
+        With `output_hidden_states`, `hidden_states` are the embeddings, the output of each layer except the last, and the normed output of
+        the last. States of valid tokens do not depend on the padding; states at padding are finite and have no meaning.
 
         Raises:
-            InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes or other than that of the cache's
-                tokens, other positions, or a cache of another model.
+            InputError: for an input without a batch dimension, ids beyond the vocabulary (on a CPU), a mask with holes or one that does not
+                match the cached tokens, positions that do not count up in steps of 1 from 0 or from the cached tokens, or a cache of another
+                model.
             CacheOverflowError: for more tokens than a static cache has room for; single tokens on a GPU are dropped, and
                 `past_key_values.check()` says so.
         """
@@ -291,7 +292,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
 
-        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. A token that follows padding does not count.
+        `labels` are token ids, not shifted: the loss shifts them by one. Tokens with label -100 and tokens right after padding do not count.
         `NSAModel.forward` describes the other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
@@ -330,9 +331,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """Return the prompts with their continuations; see `GenerationMixin.generate`.
 
         Raises:
-            InputError: for a prompt that is empty, no batch or padded on the right, ids beyond the vocabulary, a `cache_implementation`
-                that cannot hold NSA, or drafts after a cache that holds tokens.
-            CacheOverflowError: if the prompt with continuation and drafts does not fit into the given cache.
+            InputError: for a prompt that is empty, without a batch dimension or padded on the right, ids beyond the vocabulary, a
+                `cache_implementation` that cannot hold the stores of NSA, or assisted decoding with a cache that holds tokens.
+            CacheOverflowError: if the prompt, its continuation and the drafts do not fit into the given cache.
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
@@ -369,7 +370,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Return what `GenerationMixin._sample` returns, where possible without a wait for the GPU at each token."""
+        """Return what `GenerationMixin._sample` returns; if possible, do not wait for the GPU at each token."""
         # a step of others' making, such as an adapter's, may need more than the last token
         is_own = all(getattr(getattr(self, name), "__func__", None) is getattr(NSAForCausalLM, name) for name in STEP)
         if is_own and not synced_gpus and may_decode_ahead(model_kwargs, generation_config, input_ids.device):

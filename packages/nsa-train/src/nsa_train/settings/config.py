@@ -69,7 +69,7 @@ class ModelTable(Table):
     head_dim_v: int = integer(at_least=1, at_most=4096, example=32)
     """D_v."""
     attention: str = one_of(*ATTENTIONS, default="nsa")
-    """"dense": the same decoder with full causal attention, the baseline twin."""
+    """"dense": the same decoder with full causal attention, the dense twin."""
     layers: tuple[Any, ...] = field(default=(), converter=_layers, metadata={"rule": _LAYERS})
     """A pattern of layers, repeated until there are n_layers. Each is "nsa", "dense", or a table of `attention` ("nsa" where it
     is left out), `branches` and block sizes that differ in this layer. Empty: all layers have `attention`."""
@@ -260,8 +260,8 @@ class TrainTable(Table):
     """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none.
     Without the branch cmp the keys of the choice are frozen, and only q learns."""
     selection_teacher: str | None = optional_text(example="'runs/dense'")
-    """Run, step-N directory or Hugging Face folder of a frozen model whose attention over all keys is what selection_loss teaches, in place
-    of each layer's own. As many layers and the same vocabulary; a resumed run reads it again, and may name another."""
+    """Run, step-N directory or Hugging Face folder of a frozen model. selection_loss then teaches this model's attention over all keys instead
+    of each layer's own. It needs as many layers and the same vocabulary. A resumed run reads it again, and may name another."""
     init_from: str | None = optional_text(example="'runs/short'")
     """Run, step-N directory or Hugging Face folder (`convert`, `ckpt export --format hf`) whose weights a new run begins with; rows,
     schedule, RoPE scaling and block sizes may be others where the shapes of the weights allow it. A run that is resumed has its own."""
@@ -277,13 +277,13 @@ class TrainTable(Table):
     compile: bool = flag(default=False)
     """Compile each block and the loss."""
     strategy: str = one_of("single", "ddp", "fsdp", default="single")
-    """The strategy by which several processes share the work; batch_size is that of all of them together."""
+    """How several processes share the work; batch_size is the total of all processes."""
     nproc_per_node: int = integer(at_least=0, at_most=1024, example=2, default=0)
-    """Processes of a host with ddp and fsdp; 0: one per GPU, or one on a host without."""
+    """Processes per host with ddp and fsdp; 0: one per GPU, or one on a host without a GPU."""
     deterministic: bool = flag(default=False)
     """Refuse operations that may differ from run to run."""
     max_skips: int = integer(at_least=0, at_most=100, example=5, default=5)
-    """How many of the last 100 steps may be skipped because of numbers that are not finite, or spikes; one more ends the run, code 4."""
+    """How many of the last 100 steps may be skipped because of numbers that are not finite, or spikes; one more ends the run with exit code 4."""
     skip_loss_spikes: bool = flag(default=False)
     """Skip a step whose loss is 6 standard deviations above the mean of the 128 before it."""
     early_stop_patience: int = integer(at_least=0, at_most=MOST_STEPS, example=5, default=0)

@@ -35,7 +35,7 @@ class DataTable(Table):
     tokenizer_path: str | None = optional_text(example="'tokenizer.json'")
     """With "gpt2": a local tokenizer.json, or vocab.bpe and encoder.json in one folder; without one, tiktoken's cache or download."""
     packing: bool = flag(default=True)
-    """false: a document, or a piece of one, per row, in batches of similar length; for a corpus in memory."""
+    """false: each row holds one document or a piece of one, in batches of rows of similar length; only for a corpus in memory."""
     on_bad_record: str = one_of("fail", "skip", default="fail")
     """"fail" names file and line of a record that cannot be read; "skip" counts the record once, however often it is read."""
     workers: int = integer(at_least=0, at_most=256, example=2, default=1)
