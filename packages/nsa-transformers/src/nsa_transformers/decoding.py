@@ -13,9 +13,9 @@ from nsa_transformers.cache import NSAModelCache
 
 
 def may_decode_ahead(model_kwargs: dict[str, Any], generation_config: Any, device: torch.device) -> bool:
-    """Return True for a static cache on a GPU from which a row can be taken back, if only the tokens are asked for."""
+    """Return True for a static cache on a CUDA GPU from which a row can be taken back, if only the tokens are asked for."""
     cache = model_kwargs.get("past_key_values")
-    if device.type == "cpu" or not isinstance(cache, NSAModelCache) or not cache.is_static:
+    if device.type != "cuda" or not isinstance(cache, NSAModelCache) or not cache.is_static:
         return False
     is_plain = not (generation_config.return_dict_in_generate or generation_config.is_assistant or generation_config.compile_config)
     return is_plain and bool(cache.options["keep_raw"] or cache.options["max_rollback"])
