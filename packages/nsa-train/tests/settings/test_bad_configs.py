@@ -146,6 +146,10 @@ PAIRS = [
     (("train.strategy=ddp", "train.nproc_per_node=3"), ["train.batch_size=2", "train.nproc_per_node=3", "use --set train.batch_size=3"]),
     (("model.attention=dense", "train.profile=branches"), ["train.profile='branches'", "model.attention='dense'", "train.profile=none"]),
     (("model.vocab_size=257",), ["model.vocab_size=257", "258 ids", "data.tokenizer='byte'", "use 320"]),
+    (
+        ("data.path=", "data.source=needle", "data.tokenizer=gpt2", "data.needle_symbols=20000", "data.needle_pairs=1", "data.needle_queries=1"),
+        ["data.needle_symbols=20000 needs 60000 ids", "50258 rows", "use 16752 or less, or --set model.vocab_size=60032"],
+    ),
     (("data.source=stdlib",), ["data.path", "data.source='stdlib'", "use"]),
     (("data.source=synthetic",), ["data.path", "data.source='synthetic'", "use"]),
     (("data.tokenizer_path=x.json",), ["data.tokenizer_path='x.json'", "data.tokenizer='byte'", "data.tokenizer=gpt2"]),

@@ -141,14 +141,19 @@ def vocab_size_of(config: RunConfig) -> int:
     """Return the number of rows of the embedding: `model.vocab_size`, or the number of the tokenizer's ids if that is 0.
 
     Raises:
-        ConfigError: if the tokenizer has more ids than `model.vocab_size` rows.
+        ConfigError: if the tokenizer, or a row of `data.source = "needle"`, has more ids than there are rows.
     """
-    needed = num_ids_of(config.data)
+    data, needed = config.data, num_ids_of(config.data)
     asked = config.model.vocab_size or needed
     if asked < needed:
         raise ConfigError(
             f"model.vocab_size={asked} is below the {needed} ids of data.tokenizer={config.data.tokenizer!r} (each needs a row); "
             f"use {-(-needed // 64) * 64}, or 0 for as many as there are"
+        )
+    if data.source == "needle" and (drawn := 3 * data.needle_symbols) > asked:
+        raise ConfigError(
+            f"data.needle_symbols={data.needle_symbols} needs {drawn} ids, and the embedding has {asked} rows (each needs a row); "
+            f"use {asked // 3} or less, or --set model.vocab_size={-(-drawn // 64) * 64}"
         )
     return asked
 
