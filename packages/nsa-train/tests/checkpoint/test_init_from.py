@@ -134,3 +134,18 @@ def test_preflight_names_the_weights_and_another_tokenizer(tiny_run: RunDirector
         patch.setattr("nsa_train.model.decoder.num_ids_of", lambda data: 258)
         check_init_from(findings, other, resuming=False)
     assert findings.warned == ["train.init_from: those weights learned the ids of data.tokenizer='byte', and this run reads 'gpt2'"]
+
+
+def test_other_branches_with_the_same_weights_are_named(tiny_recipe: Path, tmp_path: Path) -> None:
+    shared = ["nsa.kv=shared", "nsa.compressor=mean", "train.steps=1", "train.warmup_steps=0", "train.samples=false"]
+    words = [word for override in [*shared, 'nsa.branches=["win", "slc"]'] for word in ("--set", override)]
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run"), *words]) == 0
+
+    def notes(*overrides: str) -> list[str]:
+        return initial_weights(load_config(str(tiny_recipe), [*shared, f"train.init_from={tmp_path / 'run'}", *overrides])).notes
+
+    assert notes('nsa.branches=["slc", "win"]') == []
+    assert notes() == ["those weights learned with the branches slc, win in layer 0 and 1 more, and this run has cmp, slc, win"]
+    assert notes('nsa.branches=["slc", "win"]', 'model.layers=["nsa", {branches=["cmp", "win"]}]') == [
+        "those weights learned with the branches slc, win in layer 1, and this run has cmp, win"
+    ]

@@ -147,7 +147,14 @@ PAIRS = [
     (("model.attention=dense", "train.profile=branches"), ["train.profile='branches'", "model.attention='dense'", "train.profile=none"]),
     (("model.vocab_size=257",), ["model.vocab_size=257", "258 ids", "data.tokenizer='byte'", "use 320"]),
     (
-        ("data.path=", "data.source=needle", "data.tokenizer=gpt2", "data.needle_symbols=20000", "data.needle_pairs=1", "data.needle_queries=1"),
+        (
+            "data.path=",
+            "data.source=needle",
+            "data.tokenizer=gpt2",
+            "data.needle_symbols=20000",
+            "data.needle_pairs=1",
+            "data.needle_queries=1",
+        ),
         ["data.needle_symbols=20000 needs 60000 ids", "50258 rows", "use 16752 or less, or --set model.vocab_size=60032"],
     ),
     (("data.source=stdlib",), ["data.path", "data.source='stdlib'", "use"]),

@@ -1,6 +1,6 @@
 """Initial weights from `train.init_from`: a run, one of its checkpoints, or a folder that Transformers loads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_for
 from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
-from nsa_train.settings.config import NSATable, RunConfig, unstructure
+from nsa_train.settings.config import NSATable, RunConfig, attention_of, listed, unstructure
 
 LEARNED_WITH = (
     *("model.n_heads", "model.n_kv_heads", "model.head_dim_qk", "model.norm_eps"),
@@ -27,6 +27,8 @@ LEARNED_WITH = (
 THIS_RECIPE = "this recipe"
 
 
+Branches = tuple[str, ...]
+"""The branches of a layer."""
 Version = tuple[int, int, int]
 """Size, time of the last change and inode of a file."""
 
@@ -119,7 +121,30 @@ def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> l
         before = learned[table].get(name, default[table].get(name))
         if before != after:
             lines.append(f"those weights learned with {key}={_shown(before)}, and this run has {_shown(after)}")
-    return lines
+    return lines + _differing_branches(_branches(learned), _branches(now))
+
+
+def _differing_branches(learned: Sequence[Branches], now: Sequence[Branches]) -> list[str]:
+    """Return a line for each pair of branches that a layer had and has: with one K and V, other branches may have the same weights."""
+    layers: dict[tuple[Branches, Branches], list[int]] = {}
+    for index, pair in enumerate(zip(learned, now, strict=False)):
+        layers.setdefault(pair, []).append(index)
+    return [
+        f"those weights learned with the branches {listed(before)} in layer {first}"
+        + (f" and {len(others)} more" if others else "")
+        + f", and this run has {listed(after)}"
+        for (before, after), (first, *others) in layers.items()
+        if before != after
+    ]
+
+
+def _branches(tables: Mapping[str, Mapping[str, Any]]) -> list[Branches]:
+    """Return the branches of each layer of tables of a recipe, sorted; ("dense",) for a dense layer."""
+    model, default = tables["model"], tables["nsa"].get("branches", NSATable().branches)
+    pattern = model.get("layers") or [model["attention"]]
+    own = [layer.get("branches", default) if isinstance(layer, Mapping) else default for layer in pattern]
+    found = [("dense",) if attention_of(layer) == "dense" else tuple(sorted(names)) for layer, names in zip(pattern, own, strict=True)]
+    return [found[index % len(found)] for index in range(model["n_layers"])]
 
 
 def _shown(value: object) -> str:
