@@ -26,6 +26,16 @@ def test_each_stage_begins_with_the_weights_of_the_one_before(plan_file: Path) -
         assert second.config.model.attention == arm.name
 
 
+def test_weights_from_outside_are_those_of_the_first_stage(plan_file: Path) -> None:
+    for arm in planned(plan_file, "train.init_from='runs/short'").arms:
+        first, second = (stage.config.train.init_from for stage in arm.stages)
+        assert (first, second) == ("runs/short", str(plan_file.parent / "out/runs" / arm.stages[0].name))
+    before, stage, after = plan_file.read_text().rpartition("[[stages]]\n")
+    plan_file.write_text(f"{before}{stage}train.init_from = 'runs/short'\n{after}")
+    with pytest.raises(OptionError, match=r"stages\[2\]\.train\.init_from='runs/short' is not read .* set it in the first stage"):
+        planned(plan_file)
+
+
 @pytest.mark.parametrize("length", [64, 65, 79, 80, 200])
 @pytest.mark.parametrize(
     "sets",

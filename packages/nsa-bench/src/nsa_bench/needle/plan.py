@@ -208,13 +208,13 @@ def _grid_of(table: Mapping[str, Any]) -> Grid:
 
 
 def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence[str], out: Path) -> Arm:
-    """Return the stages of an arm; each is initialized from the run of the one before, below `out`."""
+    """Return the stages of an arm; each is initialized from the run of the one before, below `out`, and the first as its settings say."""
     stages: list[Trial] = []
     for number, stage in enumerate(content["stages"], 1):
         tables = (content.get("set", {}), content["arms"][name], stage)
         settings = [f"{table}.{key}={toml_value(value)}" for part in tables for table, keys in part.items() for key, value in keys.items()]
         start = [f"train.init_from={toml_value(str(TrialFolder(out, stages[-1]).run.root.absolute()))}"] if stages else []
-        config = load_config(recipe, [*settings, *start, *overrides])
+        config = load_config(recipe, [*settings, *overrides, *start])
         if config.data.source != "needle":
             raise OptionError(f"data.source={config.data.source!r} hides no pairs; use data.source = 'needle' in section [set]")
         stages.append(Trial(Variant(name, (("needle.stage", number),)), config.train.seed, config))
@@ -230,6 +230,13 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
         yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
     if not (isinstance(stages, list) and stages and all(map(_is_tables, stages))):
         yield "stages are missing; use [[stages]] with train.seq_len and train.steps"
+    else:
+        for number, stage in enumerate(stages[1:], 2):
+            if "init_from" in (train := stage.get("train", {})):
+                yield (
+                    f"stages[{number}].train.init_from={train['init_from']!r} is not read (a stage begins with the weights of the one before); "
+                    "set it in the first stage"
+                )
     if not _is_tables(content.get("set", {})):
         yield f"set={content['set']!r} is not a table of keys; use a section [set] with train.lr = 1e-3, for instance"
     yield from _broken_grid(content.get("grid"))
