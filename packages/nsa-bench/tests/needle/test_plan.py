@@ -36,6 +36,13 @@ def test_weights_from_outside_are_those_of_the_first_stage(plan_file: Path) -> N
         planned(plan_file)
 
 
+@pytest.mark.parametrize(("key", "value", "first"), [("needle_symbols", 16, 8), ("needle_tokens", 1, 2)])
+def test_arms_that_learn_other_pairs_than_the_haystacks_hold_are_refused(plan_file: Path, key: str, value: int, first: int) -> None:
+    plan_file.write_text(plan_file.read_text().replace("[arms.dense]\n", f"[arms.dense]\ndata.{key} = {value}\n"))
+    with pytest.raises(OptionError, match=rf"data\.{key}={value} of the arm 'dense' is {first} in the arm 'nsa' .* use one value"):
+        planned(plan_file)
+
+
 @pytest.mark.parametrize("length", [64, 65, 79, 80, 200])
 @pytest.mark.parametrize(
     "sets",

@@ -131,6 +131,18 @@ class NeedlePlan:
         first = max(geometry.num_initial_blocks * geometry.selection_block_size for geometry in geometries)
         return range(-(-first // size), min(_first_in_reach(question, geometry) for geometry in geometries) // size)
 
+    def _other_tasks(self) -> Iterator[str]:
+        """Yield each key of a last stage that differs between arms and would make their haystacks differ."""
+        first, *others = self.arms
+        for arm in others:
+            for name in ("needle_symbols", "needle_tokens"):
+                asked, trained = (getattr(one.config.data, name) for one in (first, arm))
+                if asked != trained:
+                    yield (
+                        f"data.{name}={trained} of the arm {arm.name!r} is {asked} in the arm {first.name!r} (all arms are asked in the same "
+                        "haystacks); use one value for the last stage of all arms"
+                    )
+
     def problems(self) -> list[str]:
         """Return the reasons why the arms cannot be trained below one directory, or evaluated on the grid."""
         found = list(broken_names([stage.name for arm in self.arms for stage in arm.stages]))
@@ -146,6 +158,7 @@ class NeedlePlan:
                     f"grid.lengths has {length}, whose {task.slots} slots do not hold {task.pairs} pairs (a needle at each depth, and the "
                     "distractors); use fewer distractors"
                 )
+        found += list(self._other_tasks())
         task, most = self.task, max(self.grid.distractors)
         if task.symbols**task.tokens < self.grid.depths + most:
             found.append(f"grid.distractors={most} leaves keys that are not unique (data.needle_symbols, needle_tokens); use fewer")
