@@ -1,4 +1,4 @@
-"""The stages and the grid that PLAN.toml describes. Imports no torch.
+"""The stages and the grid that PLAN.toml describes. A plan that cannot be read is refused without torch.
 
 recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
 
@@ -26,7 +26,7 @@ seed = 1                             # of the haystacks, and of shuffled choices
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import evolve, fields_dict, frozen
 
@@ -36,11 +36,13 @@ from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
 from nsa_core.config import BlockGeometry
 from nsa_core.serialization import toml_value
-from nsa_train.data.retrieval import Retrieval
 from nsa_train.errors import ConfigError
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.recipe import apply_override, load_config, read_toml
 from nsa_train.settings.rules import MOST_SEED
+
+if TYPE_CHECKING:
+    from nsa_train.data.retrieval import Retrieval
 
 KEYS = ("recipe", "set", "arms", "stages", "grid")
 
@@ -100,12 +102,14 @@ class NeedlePlan:
     grid: Grid
 
     @property
-    def task(self) -> Retrieval:
+    def task(self) -> "Retrieval":
         """The task of the last stage, which is that of all arms; haystacks differ in length and pairs."""
+        from nsa_train.data.retrieval import Retrieval
+
         config = self.arms[0].config
         return Retrieval.of(config.data, config.train.seq_len)
 
-    def haystack(self, length: int) -> Retrieval:
+    def haystack(self, length: int) -> "Retrieval":
         """Return the task whose haystack, with a question and its answer, takes `length` tokens."""
         pairs = self.grid.depths + self.distractors(length)
         task = evolve(self.task, pairs=pairs, queries=self.grid.depths, copies=False)
