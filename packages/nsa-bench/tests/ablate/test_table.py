@@ -124,3 +124,21 @@ def test_losses_by_position_are_drawn_as_differences_to_the_baseline_of_the_same
     assert [list(line.get_xdata()) for line in by_position.lines] == [[1.0, 3.0]] * 2
     assert [line.get_label() for line in by_tokens.lines] == ["dense", "nsa"]
     assert ("difference to dense" in by_position.get_title()) == (baseline == "dense")
+
+
+def test_a_curve_of_a_single_point_is_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend = pytest.importorskip("matplotlib.backends.backend_agg")
+    figures: list[Any] = []
+    monkeypatch.setattr(backend.FigureCanvasAgg, "print_png", lambda canvas, path: figures.append(canvas.figure))
+    dense, nsa = Variant("dense"), Variant("nsa")
+    # labels at the end of a row alone, as those of needles, lie in one bucket
+    results = [
+        result_of(variant, seed, loss + seed, by_position=[{"first": 31, "last": 62, "loss": loss + (1 + loss) * seed}])
+        for variant, loss in ((dense, 2.0), (nsa, 1.0))
+        for seed in (0, 1)
+    ]
+    draw(plan_of(dense, nsa, baseline="dense"), results, tmp_path / "a.png")
+    _, by_position = figures[0].axes
+    assert [(list(line.get_ydata()), line.get_marker()) for line in by_position.lines] == [([0.0], "o"), ([-1.5], "o")]
+    # nsa minus dense is -1 and -2: a mean of -1.5 with a standard error of 0.5
+    assert [bar.get_segments()[0][:, 1].tolist() for bar in by_position.collections] == [[0.0, 0.0], [-2.0, -1.0]]

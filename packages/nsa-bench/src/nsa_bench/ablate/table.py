@@ -392,6 +392,11 @@ def _draw_band(axis: Any, curves: Sequence[dict[float, float]], style: dict[str,
     """Draw the mean loss and its standard error at the points that all of `curves` have."""
     common = [point for point in curves[0] if all(point in curve for curve in curves)]
     means = [mean for point in common if (mean := Mean.of([curve[point] for curve in curves])) is not None]
-    axis.plot(common, [mean.mean for mean in means], **style)
     low, high = ([mean.mean + sign * (mean.error or 0.0) for mean in means] for sign in (-1, 1))
-    axis.fill_between(common, low, high, color=style["color"], alpha=0.2, lw=0)
+    if len(common) > 1:
+        axis.plot(common, [mean.mean for mean in means], **style)
+        axis.fill_between(common, low, high, color=style["color"], alpha=0.2, lw=0)
+    else:
+        # a line through one point, and its band, have no extent
+        axis.plot(common, [mean.mean for mean in means], marker="o", **style)
+        axis.vlines(common, low, high, color=style["color"], alpha=0.5)
