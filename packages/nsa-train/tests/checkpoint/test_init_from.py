@@ -63,7 +63,8 @@ def test_rows_and_what_has_no_weights_may_change(tiny_run: RunDirectory, tiny_re
         ("nsa.gate_hidden_size=4", "model.safetensors does not fit this recipe: "),
         ("model.attention=dense", "/step-5/config.toml\n"),
         ("train.init_from=nowhere", "train.init_from='nowhere': "),
-        ("train.init_from=3", "train.init_from=3 is not a string; use 'runs/short'"),
+        ("train.init_from=3", "train.init_from=3 is not a non-empty string; use 'runs/short'"),
+        ("train.init_from=", "train.init_from='' is not a non-empty string; use 'runs/short'"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(

@@ -206,7 +206,7 @@ def test_a_resumed_run_may_name_another_teacher(tmp_path, tiny_recipe, tiny_run,
         ),
         (["model.attention=dense"], "has nothing to teach (no layer of this model chooses blocks)"),
         (["train.selection_teacher=nowhere"], "train.selection_teacher='nowhere': "),
-        (["train.selection_teacher=3"], "train.selection_teacher=3 is not a string; use 'runs/dense'"),
+        (["train.selection_teacher=3"], "train.selection_teacher=3 is not a non-empty string; use 'runs/dense'"),
         (["train.selection_loss=0"], "teaches nothing with train.selection_loss=0 (its weight); use --set train.selection_loss=0.1"),
     ],
 )

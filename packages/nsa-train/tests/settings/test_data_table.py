@@ -33,7 +33,7 @@ from nsa_train.settings.recipe import load_config, to_toml
         ({"source": "stdlib", "mix": {"a": 1}}, "data.mix={'a': 1} would be ignored"),
         ({"source": "stdlib", "subset": "x"}, "data.subset='x' would be ignored"),
         ({"source": "fineweb_edu", "path": "a", "subset": "x"}, "data.subset='x' would be ignored"),
-        ({"source": "stdlib", "subset": 3}, "data.subset=3 is not a string; use 'sample-10BT'"),
+        ({"source": "stdlib", "subset": 3}, "data.subset=3 is not a non-empty string; use 'sample-10BT'"),
         ({"source": "stdlib", "tokenizer_path": "a"}, "data.tokenizer_path='a' would be ignored (data.tokenizer='byte' reads no file)"),
         ({"source": "stdlib", "tokenizer": "gpt3"}, "data.tokenizer='gpt3' is not one of 'byte', 'gpt2'; use 'gpt2'"),
         ({"source": "stdlb"}, "data.source='stdlb' is not one of"),

@@ -96,7 +96,7 @@ def flag(default: bool) -> Any:
 
 def optional_text(*, example: str) -> Any:
     """Return a field that holds a string that is not empty, or nothing."""
-    return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a string", example), None)
+    return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a non-empty string", example), None)
 
 
 def _key(rule: Rule, default: Any) -> Any:
