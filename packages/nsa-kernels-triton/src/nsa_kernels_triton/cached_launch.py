@@ -13,11 +13,13 @@ _INT32 = range(-(2**31), 2**31)
 class CachedLaunch:
     """A jit function that looks up its compiled kernels itself; call it as usual: `kernel[grid](*arguments, **constants)`.
 
-    Two keys differ if Triton compiles two kernels for them on NVIDIA GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
-    an integer's part, below 2**63, is whether it is 1, divisible by 16, and fits an int32. Equal constants are one: a caller passes
-    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses instead of tensors, and without its
-    hooks before a run; settings for debugging and instrumentation are those of the first launch. Other attributes are those of the
-    jit function, and on a CPU it is launched itself.
+    A launch looks its kernel up by a key. If Triton would compile two different kernels for two launches on an NVIDIA GPU, their keys differ.
+    The key holds the dtype and the address modulo 16 bytes of a tensor, and the constants. For an integer (below 2**63) it holds
+    whether it is 1, is divisible by 16, and fits an int32. True, 1 and 1.0 are the same constant here, so callers always pass the same of them.
+
+    The first launch for a key goes through Triton. Later launches pass addresses instead of tensors and skip Triton's pre-run hooks;
+    settings for debugging and instrumentation stay those of the first launch. On a CPU every launch goes through the jit function itself.
+    All other attributes are the jit function's.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -29,7 +31,7 @@ class CachedLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return a function that launches `grid` on the current device, the first tensor's."""
+        """Return a function that launches `grid` on the current device, which must be that of the first tensor."""
         return partial(self._launch, grid)
 
     def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
@@ -64,15 +66,15 @@ class CachedLaunch:
         return True
 
     def _compile(self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Launch through Triton, which compiles the kernel, and keep it for `key`."""
+        """Launch through Triton, which compiles the kernel, and store the kernel under `key`."""
         compiled = self.kernel[grid](*arguments, **constants)
-        # else an interpreter, a hook or an unfinished compilation handled the launch
+        # any other result comes from an interpreter, a hook or an unfinished compilation
         if isinstance(compiled, CompiledKernel):
             self.found[key] = compiled, tuple(constants.get(name) for name in self.kernel.arg_names[len(arguments) :])
 
 
 def _key_of(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return what decides which kernel Triton compiles, and the arguments with addresses instead of tensors."""
+    """Return the key of the kernel that Triton compiles, and the arguments with addresses instead of tensors."""
     passed, kinds = [], [arguments[0].device.index, tuple(constants), *constants.values()]
     for x in arguments:
         value, kind = x, x.__class__

@@ -26,22 +26,22 @@ SMALLEST = 99 * KIB
 
 
 def shared_memory_bytes(capability: tuple[int, int]) -> int:
-    """Return the shared memory that one program may use on a GPU of `capability`; an unknown one counts as the smallest."""
+    """Return the shared memory that one program may use on a GPU of `capability`; for an unknown capability, the smallest known size."""
     return SHARED_MEMORY_BYTES.get(capability, SMALLEST)
 
 
 def num_multiprocessors(x: Tensor) -> int:
-    """Return the multiprocessors of x's device, 1 without a GPU."""
+    """Return the number of multiprocessors of x's device; 1 without a GPU."""
     return _properties(x.device)[1] if x.is_cuda else 1
 
 
 def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """Return the compute capability of x's device, None without a GPU: the interpreter."""
+    """Return the compute capability of x's device; None without a GPU, where the interpreter runs."""
     return _properties(x.device)[0] if x.is_cuda else None
 
 
 @cache
 def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Return compute capability and multiprocessors; torch takes microseconds for each."""
+    """Return the compute capability and the number of multiprocessors; cached, because torch takes microseconds for each."""
     found = torch.cuda.get_device_properties(device)
     return (found.major, found.minor), found.multi_processor_count

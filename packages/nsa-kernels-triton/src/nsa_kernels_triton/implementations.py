@@ -1,4 +1,4 @@
-"""Choose the implementation of a kernel from one ordered table, by plain numbers, with reasons against the others. Imports no triton."""
+"""Choose the implementation of a kernel from one ordered table, and give reasons against the others. Uses plain numbers: imports no triton."""
 
 import warnings
 from collections.abc import Callable
@@ -28,9 +28,9 @@ BACKWARD_KINDS = ("interval_dq", "interval_dkdv", "selected_backward")
 PORTABLE_KINDS = {"compressed_forward": "interval_forward", "window_forward": "interval_forward"}
 """Rows of the tile table that several kinds share."""
 HEADS = 16
-"""Heads of a group, rounded up to a power of two, for which the pipeline of the scores is made."""
+"""Heads of a group, rounded up to a power of two, that the pipeline of the scores kernel supports."""
 STRIDES = (2, 16)
-"""Minimum and maximum strides of a selection block for which it is made."""
+"""Minimum and maximum strides of a selection block that this pipeline supports."""
 
 
 class KernelRequest(NamedTuple):
@@ -38,7 +38,7 @@ class KernelRequest(NamedTuple):
 
     kind: str
     capability: tuple[int, int] | None
-    """Compute capability; None: the interpreter."""
+    """Compute capability; None stands for the interpreter."""
     head_dim_qk: int
     head_dim_v: int
     itemsize: int
@@ -164,7 +164,7 @@ def kernel_for(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: Any) -
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
-    """Return notes on kernels that serve `request` by the portable implementation although the GPU has compute capability 9.0."""
+    """Return a note on each kernel that runs in its portable implementation although the GPU has compute capability 9.0."""
     if request.device_type != "cuda" or request.compute_capability != PIPELINE_CAPABILITY or request.dtype.itemsize != 2:
         return ()
     geometry, kinds_by_reason = request.geometry, dict[str, list[str]]()

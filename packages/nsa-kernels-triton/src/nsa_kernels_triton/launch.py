@@ -11,8 +11,11 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
 MOST_EARLY_PAIRS = 32
-"""Maximum rows times KV heads of a step whose first launch starts while `append` runs (`Queries.follows_append`), and reads q, the lengths, page
-tables, and the keys of earlier steps before `append` ends."""
+"""Maximum rows times KV heads of a step with an early start (`Queries.follows_append`).
+
+The first launch of such a step starts while `append` runs. Before `append` ends, it reads q, the lengths, page tables, and the keys of
+earlier steps.
+"""
 
 
 def has_pdl(x: Tensor) -> bool:
@@ -26,7 +29,7 @@ def starts_early(x: Tensor, num_rows: int, num_groups: int) -> bool:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return ceil(total / size). Triton's own function also works in kernels, and takes 4 microseconds on the host."""
+    """Return ceil(total / size). Triton's own `cdiv` also works in kernels, but takes 4 microseconds on the host."""
     return -(-total // size)
 
 
@@ -36,17 +39,17 @@ def next_power_of_2(number: int) -> int:
 
 
 def queries_of_whole_tiles(block_rows: int, heads_per_group: int) -> int:
-    """Return the minimum of queries whose rows fill whole tiles of `block_rows`."""
+    """Return the smallest number of queries whose rows fill whole tiles of `block_rows`."""
     return block_rows // math.gcd(block_rows, heads_per_group)
 
 
 def optional(x: Tensor) -> Tensor | None:
-    """Return x, or None if it is empty: kernels then run without it."""
+    """Return x, or None if it is empty. Kernels skip an argument that is None."""
     return x if x.numel() else None
 
 
 class Sequences(NamedTuple):
-    """The layout of a batch for a kernel: where each sequence's queries and keys begin. No tensor's values are read on the host."""
+    """The layout of a batch for a kernel: where each sequence's queries and keys begin. The host never reads the tensors' values."""
 
     batch: int
     num_queries: int
@@ -59,7 +62,7 @@ class Sequences(NamedTuple):
     count: Tensor | None = None  # type: ignore[assignment]
     """Cached: int32 (N,), the number of valid queries of each sequence; None: all are valid."""
     is_ring: bool = False
-    """True if the key of position p is in row p % T of its sequence; only the portable forward kernel reads this layout."""
+    """True for a ring buffer: row p % T of a sequence holds the key of position p. Only the portable forward kernel reads this layout."""
 
     @classmethod
     def of(cls, queries: Queries, keys: Keys) -> "Sequences":
@@ -90,13 +93,13 @@ class Sequences(NamedTuple):
 
     @property
     def search_steps(self) -> int:
-        """Return the number of bisections that find one of `num_sequences`."""
+        """Return the number of steps of a binary search that finds one of `num_sequences`."""
         return self.num_sequences.bit_length() + 1
 
     def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool, limit: int | None = None) -> "Tiling":
-        """Return the tiles of `block` rows, with `per_unit` rows for each of `length` queries or keys per sequence (packed: in total).
+        """Return tiles of `block` rows. Each query or key has `per_unit` rows; a sequence (packed: the batch) has at most `length` of them.
 
-        `limit`: only the first `limit` queries or keys of each sequence.
+        With `limit`, the tiles cover only the first `limit` queries or keys of each sequence.
         """
         if limit is not None:
             length = min(length, limit * (self.num_sequences if self.is_packed else 1))
@@ -121,12 +124,12 @@ class Tiling(NamedTuple):
     cu_tiles: Tensor | None
     """Packed: int32 (N + 1,), the first tile of each sequence."""
     num_tiles: int
-    """Bound on the tiles of one sequence; packed: of all."""
+    """Upper bound on the number of tiles of one sequence; packed: of all sequences."""
     num_sequences: int
     """Columns of tiles: the number of sequences, or 1 if they are packed."""
 
     def grid(self, num_groups: int, splits: int = 1) -> tuple[int]:
-        """Return a grid with a program for each tile, split, column and group: one axis, because CUDA limits the others to 65,535."""
+        """Return a grid with a program for each tile, split, column and group. It has one axis, because CUDA limits the others to 65,535."""
         return (self.num_tiles * splits * self.num_sequences * num_groups,)
 
 
@@ -135,10 +138,10 @@ class Operands(NamedTuple):
 
     dout: Tensor
     delta: Tensor
-    """dO . O - dlse, of the ungated output."""
+    """dO . O - dlse, where O is the ungated output."""
     dlse: Tensor | None
     shift: Tensor
-    """Subtracted from scores before the exponential that gives weights."""
+    """The number that is subtracted from a row's scores before the exponential gives its weights."""
     extremes: Tensor
     """The extremes of the branch; see `no_extremes`."""
     q: Tensor

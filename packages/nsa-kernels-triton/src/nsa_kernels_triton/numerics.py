@@ -10,14 +10,14 @@ from nsa_core.config import BlockGeometry
 
 LOG2E = 1.4426950408889634
 WIDEST_EXACT = 32
-"""Head dimensions up to this keep outputs in float32 for the backward pass, and partial results too.
+"""Largest head dimension for which outputs that the backward pass reads, and partial results, are stored in float32.
 
-dO . O over few columns does not average the rounding of O, and at these widths float32 takes what 64 columns of bfloat16 do.
+The sum dO . O over so few columns does not average out the rounding of O. A row of 32 float32 numbers is as large as one of 64 in bfloat16.
 """
 
 
 def is_exact(q: Tensor) -> bool:
-    """Return True if scores stay in base e; base 2 saves a product, but rounds large scores once more."""
+    """Return True if exponentials use base e (float32), not base 2. Base 2 saves a multiplication, but rounds large scores once more."""
     return q.dtype == torch.float32
 
 
@@ -27,7 +27,7 @@ def score_factor(q: Tensor, scale: float) -> float:
 
 
 def coarse_factor(q: Tensor, scale: float) -> float:
-    """Return the power of two next to `score_factor`, for a `scale` of at least 0: products with it are exact, however large."""
+    """Return the power of two nearest to `score_factor`, for `scale` >= 0. A multiplication by it is exact, however large the score."""
     factor = score_factor(q, scale)
     return 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
 
@@ -35,25 +35,25 @@ def coarse_factor(q: Tensor, scale: float) -> float:
 def no_extremes(q: Tensor, *branches: int) -> Tensor:
     """Return zeros, int32 (*branches, 4), in which `row_deltas` notes the extremes of each branch for its backward pass.
 
-    The first number is 1 if the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, or if values or dO reach `tiles.HUGE`;
-    else 0. If it is 1, the kernels restrain weights, because lse may not normalise them. They also mask products of dO with values that
-    its row does not see, because these may be infinite.
+    The first number is a flag: 1 if the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, or if values or dO reach
+    `tiles.HUGE`; else 0. If it is 1, the kernels limit weights (`tiles.restrained`), because lse may not normalise them exactly. They also mask
+    products of dO with values that the row does not see, because these products may be infinite.
 
-    The others serve float16 and are bits of float32 numbers that bound dS: the largest squared norm of a row of dO (times its squared
-    gate, if that is above 1), the largest squared norm of a row of values, and the largest |dlse|.
+    The other three are for float16. They are the bits of float32 numbers that bound dS: the largest squared norm of a row of dO (times its
+    squared gate, if that is above 1), the largest squared norm of a row of values, and the largest |dlse|.
     """
     return torch.zeros(*branches, 4, dtype=torch.int32, device=q.device)
 
 
 def exact_out(q: Tensor, v: Tensor) -> Tensor | None:
-    """Return a float32 buffer for outputs that the backward pass reads instead of the rounded ones; None if it needs none."""
+    """Return a float32 buffer for the outputs, which the backward pass reads instead of the rounded ones; None if it needs none."""
     if is_exact(q) or v.shape[3] > WIDEST_EXACT:
         return None
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
 
 
 def exact_out_of(queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> list[Tensor | None]:
-    """Return uninitialised buffers that the backward pass of one branch reads in addition to the branch's results."""
+    """Return uninitialised buffers for what the backward pass of one branch reads in addition to out and lse."""
     return [exact_out(queries.q, keys.v)]
 
 

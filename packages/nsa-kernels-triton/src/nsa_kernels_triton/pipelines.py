@@ -12,17 +12,18 @@ from nsa_kernels_triton.tile_table import Parts
 
 @frozen
 class PipelineConfig:
-    """The pipeline of a kernel of `hopper`: a producer warpgroup loads tiles into a ring buffer, one to four consumer warpgroups compute."""
+    """The pipeline of a kernel of `hopper`: a producer warpgroup loads tiles into a ring buffer; one to four consumer warpgroups compute."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
     block_keys: int
     num_stages: int
-    """Tiles in the ring buffer."""
+    """Stages of the ring buffer; a stage holds one tile."""
     loader_registers: int
     """Registers of a producer thread; consumer threads share the rest."""
     num_parts: int = 2
-    """Consumer warpgroups, each with a part of a tile's rows (dK and dV: of its keys). Among the selected kernels the wide backward has two."""
+    """Consumer warpgroups. Each has a part of a tile's rows; in the kernel of dK and dV, a part of its keys. Of the kernels of the selected
+    branch, only the backward kernel for wide heads has two."""
     num_programs: int = 2
     """Programs that share a multiprocessor. Only the selected kernels read it: one program of any other kernel fills a multiprocessor."""
 
@@ -81,7 +82,7 @@ def pipeline(kind: str, head_dim_qk: int, head_dim_v: int) -> PipelineConfig | N
     """Return the pipeline of a kernel of `kind`; None if there is none for the head dimensions."""
     # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
-    # a row's columns, of two bytes each, are whole copies; results of narrower heads are in float32, which these kernels do not write
+    # a row, at two bytes a column, must be a whole number of copies; narrow heads need float32 results, which these kernels do not write
     if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_PIPELINE for x in head_dims):
         return None
     parts = [pipeline_parts(x) for x in head_dims]
@@ -93,20 +94,20 @@ def pipeline(kind: str, head_dim_qk: int, head_dim_v: int) -> PipelineConfig | N
 
 @cache
 def pipeline_parts(head_dim: int) -> Parts:
-    """Return the columns of the tiles that hold `head_dim`, at most `WIDEST_PIPELINE`, in one part or two: 64, 128, or 128 + 64."""
+    """Return the tile columns that hold a head of `head_dim` (at most `WIDEST_PIPELINE`) in one part or two: 64, 128, or 128 + 64."""
     return Parts(64 if head_dim <= 64 else 128, 64 if head_dim > 128 else 0)
 
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"
 GLUON_VERSIONS = ("3.6.", "3.7.")
-"""Triton versions with whose Gluon (an experimental part) the kernels of `hopper` were compiled and run."""
+"""Triton versions that have compiled and run the kernels of `hopper`. Gluon is an experimental part of Triton."""
 
 
 @cache
 def has_gluon() -> bool:
     """Return True if the installed triton compiles the kernels of `hopper`."""
     installed = _installed()
-    # builds with another name, such as nightly ones, count as unknown versions
+    # a build with another package name, such as a nightly build, counts as an unknown version
     return installed is not None and installed.startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
 
 

@@ -55,11 +55,11 @@ class TritonBackend:
 
 
 MOST_STRIDES = 32
-"""Maximum strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
+"""Maximum strides of a selection block that `decode` supports, because a warp's part of a tile holds whole blocks."""
 
 
 def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
-    """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
+    """Return True if `decode` supports these operands of NSA: a few rows of each sequence over a cache, without gradients."""
     queries, cmp, slc, win, gates = operands
     if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
         return False
@@ -72,7 +72,7 @@ def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
 
 
 def _append(*operands: Any, **keywords: Any) -> None:
-    """Write a step; a traced graph uses torch's own operations, which the compiler fuses."""
+    """Write a step into a cache. A graph that `torch.compile` traces uses torch's own operations, which the compiler fuses."""
     if torch.compiler.is_compiling():
         from nsa_core.reference.append import append
 
@@ -84,7 +84,7 @@ def _append(*operands: Any, **keywords: Any) -> None:
 
 
 def _rotate(*operands: Any) -> tuple[Tensor, ...]:
-    """Return a step's heads rotated; a traced graph uses torch's own operations, which the compiler fuses."""
+    """Return a step's rotated heads. A graph that `torch.compile` traces uses torch's own operations, which the compiler fuses."""
     if torch.compiler.is_compiling():
         from nsa_core.rope import rotate_step
 
@@ -95,7 +95,7 @@ def _rotate(*operands: Any) -> tuple[Tensor, ...]:
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:
-    """Return the function of `operation`, whose module loads triton. It uses import statements, because tracing follows no other import."""
+    """Return the function that computes `operation`; its module loads triton. Only import statements work here: tracing follows no others."""
     if operation is Operation.NSA:
         from nsa_kernels_triton.fused.op import nsa_attention
 

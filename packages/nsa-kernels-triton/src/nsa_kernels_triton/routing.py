@@ -1,7 +1,7 @@
 """Decide which requests the kernels can serve, and which they should. Uses plain numbers: imports no triton, queries no GPU.
 
-The design target is compute capability 8.0 (A100). Newer majors are eligible as well: the kernels use nothing that is
-tied to one architecture, and a capability that the tables do not know gets the tiles of the smallest shared memory.
+The design target is compute capability 8.0 (A100). Newer GPUs are supported as well, because the portable kernels use no feature of a
+single architecture. A capability that the tables do not list gets the tiles for the smallest shared memory.
 """
 
 import os
@@ -19,7 +19,7 @@ CAPABILITY = Capability(
     max_head_dim=256,
 )
 SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
-"""The operations whose kernels need the shared memory of the design target."""
+"""The operations whose kernels need as much shared memory as the design target has."""
 
 MOST_STEP_ROWS = 16
 """Maximum rows of a sequence in a step of the decode kernels; attention of more rows uses the kernels of a forward pass."""
@@ -47,7 +47,7 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def _reasons_against_fp8(request: BranchRequest) -> tuple[Reason, ...]:
-    """Return why kernels that write FP8 stores cannot run; those that read them convert a store first where `has_fp8` is False."""
+    """Return why kernels that write FP8 stores cannot run. Kernels that only read one still run: without `has_fp8` it is converted first."""
     capability = request.compute_capability
     if request.kv_dtype not in CAPABILITY.stored_dtypes or has_fp8(capability):
         return ()
@@ -55,7 +55,7 @@ def _reasons_against_fp8(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def has_fp8(capability: tuple[int, int] | None) -> bool:
-    """Return True if Triton has the type of FP8 stores; None stands for a machine without a GPU, which runs the interpreter."""
+    """Return True if Triton has the dtype of FP8 stores on this capability. None means no GPU, so that the interpreter runs."""
     return capability is None or capability >= FIRST_WITH_FP8
 
 
@@ -84,6 +84,6 @@ def preference(request: BranchRequest) -> int:
 def interprets() -> bool:
     """Return True if Triton runs kernels in its interpreter, or will once it is loaded.
 
-    Triton reads the same variable when kernels are defined. To query Triton would load a compiler, which takes seconds.
+    Triton reads the same environment variable when kernels are defined. Asking Triton itself would import its compiler, which takes seconds.
     """
     return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which nothing else shows

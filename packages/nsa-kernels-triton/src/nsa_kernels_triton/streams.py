@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the body of an op so that the device of its queries is current: launches go there."""
+    """Wrap the body of an op so that its launches go to the device of its queries, which is made current."""
 
     @wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -29,7 +29,7 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
             try:
                 return body(*args, **kwargs)
             except BaseException:
-                # the second stream may still use memory that is freed here; a capture may join only its own forks
+                # the second stream may still use memory that is freed here. The fork comes first, because a capture may only join its own forks
                 with fork_stream(first):
                     pass
                 join_stream(first)
@@ -42,8 +42,8 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
 def fork_stream(x: Tensor) -> Iterator[None]:
     """Launch on a second stream of x's device, concurrently with launches on the current stream until `join_stream`.
 
-    The second stream waits for all earlier work of the current one. The caller keeps the tensors that it reads and writes until
-    `join_stream`; memory that is allocated inside belongs to the second stream, and nothing else reads it.
+    The second stream first waits for all earlier work of the current one. The caller must keep the tensors that these launches read and write
+    until `join_stream`. Memory that is allocated inside belongs to the second stream, and nothing else reads it.
     """
     if not x.is_cuda:
         yield
@@ -56,7 +56,7 @@ def fork_stream(x: Tensor) -> Iterator[None]:
 
 
 def join_stream(x: Tensor) -> None:
-    """Let the current stream wait for the second one. Call it only after `fork_stream`: a CUDA graph allows no other join."""
+    """Make the current stream wait for the second one. Call it only after `fork_stream`: a CUDA graph can only join streams that it forked."""
     if x.is_cuda:
         current = torch.cuda.current_stream()
         current.wait_stream(second_stream(current))
@@ -66,9 +66,9 @@ _SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the second stream of `current`, always the same: one of torch's pool of 32.
+    """Return the second stream of `current`, which is always the same one, from torch's pool of 32 streams.
 
-    If a program has so many streams that some share a second stream, they wait for each other, and results stay right.
+    If a program has so many streams that two share a second stream, they wait for each other. Results stay right.
     """
-    # two threads that come first both get the stored stream
+    # if two threads ask at the same time, both get the stream that was stored first
     return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))

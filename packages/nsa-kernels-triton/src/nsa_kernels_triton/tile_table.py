@@ -23,14 +23,14 @@ class Tiles:
 
 KINDS = ("interval_forward", "interval_dq", "interval_dkdv", "scores", "selected_forward", "selected_backward")
 Table = dict[str, dict[int, Tiles]]
-"""Kind -> largest width -> tiles. The width is D_k + D_v (for scores only D_k), in padded elements."""
+"""Kind of kernel -> largest width -> tiles. The width is the padded D_k + D_v (for scores only D_k), in elements."""
 
 SMALLEST_PART = 16
 """Narrowest operand of a matrix product."""
 
 INTERPRETED = Tiles(16, 16, 4, 1)
 
-# bf16 and fp16, by the shared memory of a program; the largest is only for 9.0, whose matrix units need the least besides tiles
+# bf16 and fp16, by the shared memory of a program. Only 9.0 uses the largest table: its matrix units need the least memory besides tiles
 HALF: dict[int, Table] = {
     # measured on an H200, at 8,192 to 32,768 tokens
     227 * KIB: {
@@ -59,7 +59,7 @@ HALF: dict[int, Table] = {
     },
 }
 
-# full-precision float32 uses no tensor cores: one table, within the smallest shared memory
+# full-precision float32 uses no tensor cores, so one table is enough; it fits the smallest shared memory
 SINGLE: Table = {
     "interval_forward": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2), 512: Tiles(16, 16, 4, 2)},
     "interval_dq": {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 4, 1)},
@@ -71,7 +71,7 @@ SINGLE: Table = {
 
 
 def tiles(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Tiles:
-    """Return the tiles of a kernel of `kind`; `capability` None is the interpreter. `itemsize` is that of q, k and v, in bytes."""
+    """Return the tiles of a kernel of `kind`. `capability` None stands for the interpreter; `itemsize` is the bytes of a number of q, k and v."""
     return INTERPRETED if capability is None else _tiles(kind, capability, head_dim_qk, head_dim_v, itemsize)
 
 
@@ -83,7 +83,7 @@ def _tiles(kind: str, capability: tuple[int, int], head_dim_qk: int, head_dim_v:
 
 
 def _half_table(capability: tuple[int, int]) -> Table:
-    """Return the table of `capability`: 9.0's own, else that of the design target or, with less shared memory, the smallest."""
+    """Return the table of `capability`: 9.0 has its own; the others use the design target's, or the smallest if they have less shared memory."""
     available = shared_memory_bytes(capability)
     return HALF[available if capability[0] == 9 else min(available, SHARED_MEMORY_BYTES[OLDEST])]
 
@@ -97,7 +97,7 @@ class Parts(NamedTuple):
 
 @cache
 def parts_of(head_dim: int) -> Parts:
-    """Return the parts that cover `head_dim`, at least 16 each; a second part of 0 is absent."""
+    """Return the parts that cover `head_dim`, at least 16 columns each. A second part of 0 means that there is only one part."""
     first = 1 << (max(head_dim, SMALLEST_PART).bit_length() - 1)
     rest = head_dim - first
     return Parts(first, 0 if rest <= 0 else max(1 << (rest - 1).bit_length(), SMALLEST_PART))
@@ -109,21 +109,21 @@ def padded(head_dim: int) -> int:
 
 
 def shared_memory_estimate(kind: str, tile: Tiles, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> int:
-    """Return the bytes of shared memory of a kernel of `kind`: resident tiles, tiles that its loop loads, and exchanges between threads."""
+    """Return the bytes of shared memory of a kernel of `kind`: tiles that stay, tiles that its loop loads, and exchanges between threads."""
     width_qk, width_v = padded(head_dim_qk), padded(head_dim_v)
     both = width_qk + width_v
     rows, keys = tile.block_rows, tile.block_keys
     # the matrix units of 9.x to 11.x read shared memory while the next tile arrives; the others read registers
     buffers = tile.num_stages if capability[0] in (9, 10, 11) else max(tile.num_stages - 1, 1)
     elements = {
-        # q stays; k and v come and go
+        # q stays; the loop loads k and v
         "interval_forward": rows * width_qk + buffers * keys * both + rows * keys,
         # q and dO stay
         "interval_dq": rows * both + buffers * keys * both + rows * keys,
         # k and v stay; weights and their gradients are exchanged
         "interval_dkdv": keys * both + buffers * rows * both + 2 * rows * keys,
         "scores": rows * width_qk + buffers * keys * width_qk + rows * keys // 8,
-        # a block's k and v stay; rows of q come and go
+        # a block's k and v stay; the loop loads rows of q
         "selected_forward": keys * both + buffers * rows * width_qk + 2 * rows * keys,
         # k is held a second time, transposed
         "selected_backward": keys * (both + width_qk) + buffers * rows * both + 2 * rows * keys,

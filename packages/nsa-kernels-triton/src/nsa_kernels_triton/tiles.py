@@ -3,33 +3,33 @@
 import triton
 import triton.language as tl
 
-# the interpreter multiplies bfloat16 tiles wrongly, and unlike a GPU it sums a @ b and (b^T @ a^T)^T in different orders, so
-# operands are widened there
+# the interpreter multiplies bfloat16 tiles wrongly. Unlike a GPU, it also sums a @ b and (b^T @ a^T)^T in different orders. So operands
+# are widened when interpreted
 INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 EXTREME = tl.constexpr(2.0**22)
-"""Scores of at least this size, in the units of `exponential`: their float32 rounding changes a weight by half of it or more."""
+"""From this size on, a score (in the units of `exponential`) is called extreme: its float32 rounding changes a weight by half of it or more."""
 RESTRAINED = tl.constexpr(2.0**15)
-"""Shifts of at least this size restrain a row's weights in the backward pass.
+"""If a row's shift is at least this large in size, the backward pass limits the row's weights to 1.
 
-Below it the roundings of lse and of the shift, 2^-24 of the score each, change a weight by less than 2^-8, which is what results of 16
-bits may be off; just below EXTREME they would change the one weight of a row by a quarter.
+lse and the shift are each rounded by up to 2^-24 of the score. Below this size that changes a weight by less than 2^-8, the error that
+16-bit results may have. Just below EXTREME it would change the only weight of a row by a quarter.
 """
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
-"""Bound on the rounding of a score and of its lse together, as a share of the score."""
+"""Upper bound on the rounding errors of a score and its lse together, as a fraction of the score."""
 EXTREME_SHIFT = tl.constexpr(2.0**22 * (1 - 2.0**-21))
-"""The smallest size of a shift that `shift_of` has lowered as EXTREME."""
+"""The smallest size of a shift after `shift_of` has lowered it because it was EXTREME."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
-"""Below this shift a sum of weights is exact enough to show a lack of 2^-12; calls with larger shifts run the loops for extremes."""
+"""For shifts below this, a sum of weights is exact enough to show that 2^-12 is missing. Calls with larger shifts run the loops for extremes."""
 HUGE = tl.constexpr(2.0**63)
-"""If values are below this in size, and the sizes of each row of dO add up to less, all products of dO and values are finite in float32."""
+"""If every |v|, and the sum of |dO| over each row, is below this, all dot products of dO and values are finite in float32."""
 
 
 @triton.jit
 def wide(x):
-    """Return x as int64. A loop's counter is a plain int when interpreted."""
+    """Return x as int64. In the interpreter x may be a plain int, such as a loop's counter."""
     return tl.full([], 0, tl.int64) + x
 
 
@@ -53,7 +53,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def exponential(x, EXACT: tl.constexpr):
-    """Return e^x if EXACT, else 2^x; in that case scores were scaled by log2(e) beforehand, at the cost of a rounding."""
+    """Return e^x if EXACT, else 2^x. For 2^x the scores were multiplied by log2(e) before, which rounds them once more."""
     if EXACT:
         return tl.exp2(x * LOG2E)
     return tl.exp2(x)
@@ -70,20 +70,21 @@ def log_sum(row_max, row_sum, EXACT: tl.constexpr):
 
 @triton.jit
 def coarser(shift, factor, coarse_factor):
-    """Return the factor for the products of rows whose largest score, in the units of `exponential`, is `shift`.
+    """Return the factor that multiplies q . k of rows whose largest score, in the units of `exponential`, is `shift`.
 
-    A GPU computes product * factor - shift in one step, and shift itself was rounded. So a row's largest weight is 1 up to that rounding.
-    For EXTREME scores that weight could be any number, or infinite. The factor is then the next power of two, which rounds nothing.
+    A GPU computes product * factor - shift without rounding the product, but shift itself was rounded. So the largest weight of a row is 1 only up
+    to that rounding. For EXTREME scores it could be any number, or infinite. Then the factor is a power of two, `coarse_factor`: multiplying
+    by it rounds nothing.
     """
     return tl.where(tl.abs(shift) < EXTREME, factor, coarse_factor)
 
 
 @triton.jit
 def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.constexpr):
-    """Return a row's sum of weights, with its largest weight rounded to `dtype`.
+    """Return a row's sum of weights, in which the largest weight is rounded to `dtype`.
 
-    That weight is 1 up to the rounding of row_max * row_factor, which `tl.fma` subtracts from unrounded products. If it outweighs all
-    others, the output equals the value with that weight, without the error of the weight's rounding to `dtype`.
+    The largest weight differs from 1 only because row_max * row_factor is rounded, while `tl.fma` does not round the products. If this
+    weight outweighs all others, the output is then its value: the rounding of the weight to `dtype` cancels.
     """
     if EXACT:
         return row_sum
@@ -93,9 +94,10 @@ def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
-    """Return the shift that `exponential` must subtract to normalise by lse: infinite if a row sees nothing, so that its weights are 0.
+    """Return the shift to subtract from scores so that `exponential` gives normalised weights; +inf if a row sees nothing, so that they are 0.
 
-    Shifts from LOWERED_FROM on are lowered by the bound on their rounding: their largest weights are then 1 or more, and must be cut at 1.
+    Shifts of size LOWERED_FROM or more are lowered by the bound on their rounding. The largest weight of such a row is then 1 or more, and must
+    be cut at 1.
     """
     shift = lse if EXACT else lse * LOG2E
     size = tl.abs(shift)
@@ -105,14 +107,14 @@ def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
 
 @triton.jit
 def largest_weight(shift):
-    """Return the limit at which weights of rows are cut: 1 if shifts are RESTRAINED, because `shift_of` lowers them, else infinity."""
-    # the shift was RESTRAINED before it was lowered
+    """Return the upper limit of the weights of rows: 1 if the shift is RESTRAINED, because `shift_of` lowered it; else infinity."""
+    # the shift is compared after it was lowered, so the threshold is lowered, too
     return tl.where(tl.abs(shift) < RESTRAINED * (1 - EXTREME_MARGIN), float("inf"), 1.0)
 
 
 @triton.jit
 def cut(weights, largest):
-    """Return weights of at most `largest`; NaN stays."""
+    """Return weights, limited to `largest`; NaN stays NaN."""
     return tl.minimum(weights, largest, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -124,10 +126,10 @@ def restrained(weights, shift):
 
 @triton.jit
 def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.constexpr):
-    """Return delta = dO . O - dlse of rows, more exactly if `is_end` and nearly all of a row's weight is in this tile (rows, keys).
+    """Return delta = dO . O - dlse of rows, computed more exactly if `is_end` and nearly all of a row's weight is in this tile (rows, keys).
 
-    In that case it is the mean of dweights, weighted by these weights. Otherwise delta contains the rounding of O (unless it is EXACT, float32),
-    which is visible if few keys have weight: dS should cancel to nothing then.
+    In that case dO . O is the mean of dweights, weighted by the weights. The given delta contains the rounding of O (unless EXACT: float32).
+    This error is visible if only a few keys have weight, because dS should then be about 0.
     """
     if EXACT:
         return delta
@@ -193,7 +195,7 @@ def program_position(num_tiles, num_columns):
 
 @triton.jit
 def find_sequence(item, cu_items_ptr, num_sequences, search_steps):
-    """Return, elementwise, the packed sequence whose items, cu_items[s] .. cu_items[s + 1] - 1, hold `item`; num_sequences beyond the last."""
+    """Return, elementwise, the packed sequence s with cu_items[s] <= item < cu_items[s + 1]; num_sequences if `item` is beyond the last."""
     low = item * 0
     high = low + num_sequences
     for _ in range(search_steps):
@@ -206,7 +208,7 @@ def find_sequence(item, cu_items_ptr, num_sequences, search_steps):
 
 @triton.jit
 def query_rows(sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED: tl.constexpr, CACHED: tl.constexpr):
-    """Return a sequence's first row of q, its number of rows, how many of them count, and the position of the first."""
+    """Return a sequence's first row of q, its number of rows, how many of them are valid, and the position of the first."""
     if PACKED:
         first = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
         num_rows = (tl.load(cu_seqlens_ptr + sequence + 1) - first).to(tl.int32)
@@ -225,8 +227,8 @@ def query_rows(sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_q
 def visible_keys(t, IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
     """Return the keys first .. end - 1 that the query at position `t` sees; none at t = -1.
 
-    Sliding window: t - WINDOW < key <= t. Compressed blocks: key * STRIDE + SIZE - 1 <= t (Eq. 7); the division truncates,
-    so it is not used below t = SIZE - 1.
+    Sliding window: t - WINDOW < key <= t. Compressed blocks: key * STRIDE + SIZE - 1 <= t (Eq. 7). Triton's division truncates towards 0,
+    so positions below SIZE - 1 do not use it.
     """
     if IS_WINDOW:
         return tl.maximum(t - (WINDOW - 1), 0), t + 1

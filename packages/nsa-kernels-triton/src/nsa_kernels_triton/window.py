@@ -1,4 +1,4 @@
-"""A window's keys as the kernels read them: a ring in place, or a copy of its rows in order."""
+"""Give kernels the keys of a window: the ring buffer itself, or a copy of its rows in order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from nsa_kernels_triton.routing import MOST_STEP_ROWS
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:
     """Return the result of `compute` for the operands of WIN or NSA.
 
-    A step of WIN reads a ring in place. Longer passes, backward passes and NSA get a copy of the rows that `queries` see. The copy is
-    small compared with the windows of all rows, and the kernels for compute capability 9.0 only read rows in order.
+    A step of WIN reads a ring buffer in place. Longer passes, backward passes and NSA get a copy of the rows that `queries` see, in order: the
+    kernels for compute capability 9.0 read nothing else. The copy is small compared with the windows of all rows.
     """
     window = 0 if len(others) == 1 else 2
     keys = others[window]
