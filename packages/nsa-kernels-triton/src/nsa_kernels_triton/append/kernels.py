@@ -1,8 +1,8 @@
 """Kernels that write a step's rows into the stores of a cache, and phi of the blocks that they complete (Eq. 7).
 
-`append_kernel` writes rows, and blocks of `mean` and `conv`. For `mlp` it writes the mean of each block, and partial sums of the hidden
-layer, split over tokens and columns so that all of the GPU reads the weights; `down_kernel` finishes. Nothing waits for the host: grids
-depend only on the rows of a step, and programs of blocks that are not complete return at once.
+`append_kernel` writes rows, and blocks of `mean` and `conv`. For `mlp` it writes the mean of each block and partial sums of the hidden
+layer; these are split over tokens and columns, so that the whole GPU reads the weights. Then `down_kernel` computes the blocks. Nothing waits
+for the host: grids depend only on the number of rows of a step, and programs of blocks that are not complete return at once.
 """
 
 import triton
@@ -18,7 +18,7 @@ SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _rounded_to_fp8(x):
-    """Return x, at most LARGEST_FP8, rounded to nearest even as float8_e4m3fn does; the interpreter's own cast truncates."""
+    """Return x (|x| <= LARGEST_FP8) rounded to the nearest float8_e4m3fn number, ties to even. The interpreter's own cast truncates."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
     # adding 1.5 * 2^(20 + exponent + 3) rounds to a multiple of 2^(exponent - 3)
@@ -28,13 +28,13 @@ def _rounded_to_fp8(x):
 
 @triton.jit
 def _num_complete(tokens, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Return the compressed blocks of a sequence of `tokens` tokens."""
+    """Return the number of compressed blocks of a sequence of `tokens` tokens."""
     return tl.where(tokens >= SIZE, (tokens - SIZE) // STRIDE + 1, 0)
 
 
 @triton.jit
 def _slot(sequence, position, may, table_ptr, num_rows, num_pages, table_width):
-    """Return the row, int64, of a store that holds `position`, and whether there is one, for elements where `may`.
+    """Return the row, int64, of a store that holds `position`, and whether such a row exists. Only elements where `may` is true are looked up.
 
     The last page of a paged store belongs to no sequence.
     """
@@ -50,7 +50,7 @@ def _write(
     store_ptr, scale_ptr, table_ptr, new_ptr, sequence, row, num_new, start, count, num_rows, num_pages, table_width,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of all KV heads if it is valid and has a slot; a ring keeps its last rows. Without `new_ptr` nothing is written."""
+    """Write one row of all KV heads if it is valid and has a slot. A ring buffer keeps only the last rows. Without `new_ptr`, write nothing."""
     if new_ptr is not None:
         size = num_rows
         if table_ptr is not None:
@@ -81,7 +81,7 @@ def _write(
 def _tokens(
     raw_ptr, new_ptr, sequence, positions, is_token, start, group, num_new, ring_rows, columns, is_column, G: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Return columns (tokens, columns) of the tokens at `positions`: from the ring before `start`, from the step's rows from there on."""
+    """Return columns (tokens, columns) of the tokens at `positions`: those before `start` from the ring, the others from the step's rows."""
     is_old = positions < start
     old = ((wide(sequence) * ring_rows + positions % ring_rows) * G + group) * D
     new = ((wide(sequence) * num_new + positions - start) * G + group) * D
@@ -97,7 +97,7 @@ def _pooled(
     raw_ptr, new_ptr, taps_ptr, sequence, block, start, group, num_new, ring_rows, FIRST: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return columns FIRST .. END - 1 of one block: the mean of its tokens, or their sum times `taps_ptr` (G, D, SIZE), rounded to their dtype."""
+    """Return columns FIRST .. END - 1 of one block, rounded to the tokens' dtype: their mean, or their sum weighted by `taps_ptr` (G, D, SIZE)."""
     tokens, columns = tl.arange(0, TOKENS), FIRST + tl.arange(0, WIDTH)
     is_token, is_column = tokens < SIZE, columns < END
     x = _tokens(raw_ptr, new_ptr, sequence, block * STRIDE + tokens, is_token, start, group, num_new, ring_rows, columns, is_column, G, D)
@@ -113,7 +113,7 @@ def _pooled(
 
 @triton.jit
 def _rotated(first, second, columns, is_column, positions, frequencies_ptr, factor):
-    """Return both halves of blocks (..., columns), rotated at their last positions, in float32."""
+    """Return both halves of blocks (..., columns) in float32, rotated (RoPE) at the position of a block's last token."""
     angles = positions.to(tl.float32)[:, None] * tl.load(frequencies_ptr + columns, mask=is_column, other=0.0)[None, :]
     cos, sin = tl.cos(angles) * factor, tl.sin(angles) * factor
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -126,7 +126,7 @@ def _pool(
     num_new, ring_rows, num_rows, num_pages, table_width, factor,
     G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write phi of the `number`-th block that the step completes, of one KV head; with `means_ptr` (items, D), write only its mean, there."""
+    """Write phi of the `number`-th block that the step completes, for one KV head. With `means_ptr` (items, D), write only the block's mean to it."""
     done = _num_complete(start, SIZE, STRIDE)
     block = done + number
     size = num_rows
@@ -160,7 +160,7 @@ def _pool(
 
 @triton.jit
 def _block_of_items(items, num_items, start_ptr, count_ptr, numbers, num_rows, G: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Return sequence, KV head, start, block, and whether it is complete, of items: (sequence, block of `numbers`, KV head)."""
+    """Return sequence, KV head, start, block, and whether the block is complete. An item is a triple (sequence, block of `numbers`, KV head)."""
     is_item = items < num_items
     sequences = items // (G * numbers)
     starts = tl.load(start_ptr + sequences, mask=is_item, other=0)
@@ -178,7 +178,7 @@ def _up(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write what SPLIT_TOKENS tokens add to some columns of the hidden layer of a tile of blocks, float32 (splits, items, D)."""
+    """Write partial sums of the hidden layer, float32 (splits, items, D): the part of SPLIT_TOKENS tokens, for some columns and a tile of blocks."""
     items = item_tile * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     size = num_rows
     if table_ptr is not None:
@@ -218,7 +218,7 @@ def append_kernel(
     WRITTEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of WRITTEN stores (a, b and c), and the blocks of "raw" that they complete; a store without v has None for it.
+    """Write the rows of WRITTEN stores (of a, b and c), and the blocks that the rows of "raw" complete. A store without v passes None for it.
 
     Grid: a program for each sequence, row and store's k or v; then one for each sequence, block and KV head of k and of v; then, for `mlp`,
     one for each tile of blocks, tile of columns and split of tokens of k and of v.
@@ -226,7 +226,7 @@ def append_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if LETS_START:
-        # behind the wait: what starts now may read what the launches before this one wrote
+        # after the wait, because the launch that starts now may read the results of all launches before this one
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     PARTS: tl.constexpr = max(2 * WRITTEN, 1)
@@ -322,7 +322,7 @@ def _activated(
 
 @triton.jit
 def _down_columns(active, weight_ptr, bias_ptr, means_ptr, items, is_complete, columns, is_column, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return some columns of blocks: Linear(D, D) of the hidden layer plus the mean, in the hidden layer's dtype."""
+    """Return some columns of blocks in the hidden layer's dtype: Linear(D, D) of the hidden layer, plus the mean."""
     inner = tl.arange(0, WIDTH)
     weights = tl.load(weight_ptr + (columns * D)[:, None] + inner[None, :], mask=is_column[:, None] & (inner < D)[None, :], other=0.0)
     found = dot(active, tl.trans(weights), tl.zeros([active.shape[0], weights.shape[0]], tl.float32))
@@ -339,7 +339,7 @@ def _down(
     G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some columns of a tile of blocks, and those that RoPE pairs them with."""
+    """Write some columns of a tile of blocks, and the columns that RoPE pairs with them."""
     items = item_tile * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     size = num_rows
     if table_ptr is not None:
@@ -371,7 +371,7 @@ def down_kernel(
     SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
-    """Finish phi `mlp`; grid (tiles of blocks, tiles of columns of half of k, then of v)."""
+    """Write the blocks of phi `mlp`; grid (tiles of blocks, tiles of columns of half of k, then of v)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     if LETS_START:

@@ -18,10 +18,10 @@ MOST_STORES = 3
 TOKEN_SPLITS = 8
 """Number of splits of a block's tokens in the hidden layer of `mlp`."""
 BLOCK_ITEMS = 16
-"""Blocks in a tile of the products of `mlp`: the minimum that a matrix product takes."""
+"""Blocks in a tile of the matrix products of `mlp`: the smallest tile that they support."""
 BLOCK_COLUMNS = 32
 MOST_MLP_ROWS = 16
-"""Maximum rows of a sequence for which the kernels compute `mlp`: they are made for few blocks; for many, torch's products are faster."""
+"""Maximum rows of a sequence for which the kernels compute `mlp`. They are made for few blocks; for many, torch's matrix products are faster."""
 
 
 Parameters = tuple[Tensor, ...]
@@ -43,15 +43,16 @@ class Phi(NamedTuple):
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
     """Write rows 0 .. count[b] - 1 from position start[b] on, and the blocks that they complete, in place; start and count are int32 (B,).
 
-    One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Where the ring of raw tokens
-    has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. If phi or the rotation is not
-    the layer's own, the module is called and only its result is written here; so is `mlp` in steps of more than `MOST_MLP_ROWS` rows.
+    One launch writes the rows of three stores, and the blocks of phi `mean` and `conv`; `mlp` takes a second launch. If the ring of raw tokens
+    has fewer rows than l - 1 plus the rows of the step, one more launch writes the rows after the blocks. In two cases the modules are called
+    in PyTorch, and the kernels only write the results: if phi or RoPE is a module that the layer did not build, and for `mlp` in steps of
+    more than `MOST_MLP_ROWS` rows.
     """
     if not start.numel():
         return
     stores = [new.store for new in rows] + ([] if blocks is None else [blocks.store, blocks.raw.store])
     if not all(x.is_contiguous() for store in stores for x in (store.k, store.v, store.k_scale, store.v_scale) if x is not None):
-        # the kernels address stores by rows; a copy would receive the step instead of the store
+        # the kernels need contiguous stores, and a contiguous copy would receive the step instead of the store
         reference.append(rows, blocks, start, count, geometry=geometry)
         return
     if not start.is_cuda:
@@ -66,7 +67,7 @@ def _append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, 
     phi = None if blocks is None else phi_of(blocks)
     has_many = phi is not None and phi.k_mlp is not None and blocks is not None and blocks.raw.k.shape[1] > MOST_MLP_ROWS
     if blocks is not None and (phi is None or has_many):
-        # before the ring of raw tokens overwrites those of open blocks
+        # first, because writing rows overwrites raw tokens of blocks that are not complete yet
         reference.emit_blocks(blocks, start, count, geometry, write=write_rows)
         blocks = None
     if blocks is not None and phi is not None:
@@ -86,7 +87,7 @@ def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
 
 
 def phi_of(blocks: NewBlocks) -> Phi | None:
-    """Return the parameters of the compressors and the rotation of `blocks`; None if these are not the layer's own modules, unchanged."""
+    """Return the parameters of the compressors and of RoPE of `blocks`; None unless these are unmodified modules that the layer built."""
     compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
     has_values = compress_v is not None and new.v is not None
     k, v = _parameters_of(compress_k, new.k), _parameters_of(compress_v, new.k) if has_values else ()
@@ -104,7 +105,7 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
 def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
     """Return the parameters of an unmodified compressor of the layer; None if it has hooks, shards or other modules."""
     kind = type(compress)
-    # by name: torch's iterators over modules and parameters take several times as long
+    # by name, because torch's iterators over modules and parameters take several times as long
     modules: tuple[Any, ...] = (compress,)
     found: tuple[Any, ...] = ()
     if kind is MLPCompressor:
@@ -128,7 +129,7 @@ def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
 
 
 class _Store(NamedTuple):
-    """The arguments of a kernel about one store: tensors, and the rows of a sequence or page, pages, entries of a sequence's page table."""
+    """A kernel's arguments for one store: its tensors, rows of a sequence or page, number of pages, and entries of a sequence's page table."""
 
     tensors: tuple[Tensor | None, ...] = (None,) * 7
     sizes: tuple[int, int, int] = (0, 0, 0)

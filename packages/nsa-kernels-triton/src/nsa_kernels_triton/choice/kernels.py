@@ -1,8 +1,8 @@
 """Importance of selection blocks (Eq. 9, 10) and the choice among them (Eq. 11).
 
-Importance goes through a buffer of one chunk of queries. From its own strides u (head-summed weights) block j gets
-A[j] = sum_r min(b, a - r) u_r, and its successor the share that reaches over, B[j] = sum_r max(0, r + b - a) u_r, with a = l'/d,
-b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of block j. The kernel for 9.0 writes the sum.
+A buffer holds the importance for one chunk of queries. Block j has a = l'/d strides; u_r is the weight of stride r, summed over heads. The
+strides add A[j] = sum_r min(b, a - r) u_r to the importance of block j, and B[j] = sum_r max(0, r + b - a) u_r to that of block j + 1, with
+b = l/d. The buffer holds A[j] and B[j - 1] separately; their sum is the importance of block j. The kernel for 9.0 writes the sum.
 """
 
 import triton
@@ -41,10 +41,10 @@ def scores_kernel(
 ):  # fmt: skip
     """Write the importance of the free candidates of one tile of queries; grid (tiles * columns * G,).
 
-    The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences). The shares in the next
-    block are `next_scores` elements behind. A group's heads are HEADS rows, the next power of two, so that their sum is a reshape.
-    If a tile is too small for all heads, or for a block's strides, a launch takes HEADS from FIRST_HEAD on and PADDED_STRIDES from
-    FIRST_STRIDE on, and all launches except the first add to the values there.
+    The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences). A second buffer, `next_scores`
+    elements later, holds the shares that blocks add to their next block. A group has HEADS rows in a tile, a power of two, so that a reshape
+    prepares the sum over heads. If a tile is too small for all heads, or for a block's strides, a launch takes HEADS heads from FIRST_HEAD
+    on and PADDED_STRIDES strides from FIRST_STRIDE on. All launches except the first add to the values in the buffers.
     """
     HG: tl.constexpr = H // G
     BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
@@ -67,7 +67,7 @@ def scores_kernel(
         return
     t_last = position + last_query
     own_last = t_last // SELECTION_SIZE
-    # every candidate of every query is chosen, so no score is read
+    # every query chooses all of its candidates, so no score is read
     if own_last < NUM_SELECTED:
         return
     rows = tl.arange(0, BLOCK_ROWS)
@@ -85,15 +85,15 @@ def scores_kernel(
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 
-    # A tile's rows are the strides of BLOCK_BLOCKS blocks, in an order in which one thread of a matrix unit's result holds several
-    # strides of a block: of rows r, r + 8 and r + 64. Sums over them then need no exchange.
+    # A tile's rows are the strides of BLOCK_BLOCKS blocks. In the result of a matrix product one thread holds rows r, r + 8 and r + 64. The
+    # order of the rows makes these strides of one block, so sums over them need no exchange between threads.
     HIGH: tl.constexpr = max(BLOCK_KEYS // 64, 1)
     WARPS: tl.constexpr = BLOCK_KEYS // HIGH // 16
     row = tl.arange(0, BLOCK_KEYS)
     in_order = ((row // 16 % WARPS * 8 + row % 8) * HIGH + row // (16 * WARPS)) * 2 + row // 8 % 2
     stride = FIRST_STRIDE + in_order % PADDED_STRIDES
     in_tile = in_order // PADDED_STRIDES * STRIDES + stride
-    # it holds two neighbouring heads of a group, and every eighth
+    # the same thread holds two neighbouring heads of a group, and those 8, 16, ... further
     LOW_HEADS: tl.constexpr = min(HEADS, 2)
     LANES: tl.constexpr = min(HEADS // LOW_HEADS, 4)
     HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)
@@ -118,7 +118,7 @@ def scores_kernel(
         is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
         weights = tl.where(is_visible, exponential(products * factor - shift[None, :], EXACT), 0.0)
         if any_extreme != 0:
-            # the lowered shifts of a group's heads differ, and the largest weight of each head counts as 1
+            # `shift_of` lowers the shifts of a group's heads by different amounts; the cut makes each head's largest weight 1 again
             weights = cut(weights, tl.where(is_extreme, 1.0, float("inf"))[None, :])
         shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
         shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
@@ -148,13 +148,13 @@ def choose_kernel(
 ):  # fmt: skip
     """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows * G,).
 
-    A chosen block becomes a bit in a word for 32 blocks, and every slot looks up its own block there: a scan over all blocks with a store
-    for each would be most of the work.
+    Each chosen block sets its bit in a word for 32 blocks, and every slot looks up its block there. The alternative, a scan over all blocks
+    with a store for each, would be most of the work.
     """
     row = first_row + (tl.program_id(0) // G).to(tl.int64)
     group = tl.program_id(0) % G
     target = indices_ptr + (row * G + group) * NUM_SELECTED
-    # one sequence to a batch element: the position is the row's index there
+    # without positions, every batch entry holds one sequence, and the position is the row's index in it
     t = (row % num_queries).to(tl.int32) if positions_ptr is None else tl.load(positions_ptr + row)
     own = tl.where(t >= 0, t // SELECTION_SIZE, -1)
     slots = tl.arange(0, SLOTS)
@@ -164,7 +164,7 @@ def choose_kernel(
     blocks = tl.arange(0, BLOCK_BLOCKS)
     is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL)
     source = scores_ptr + ((row - first_row) * G + group) * num_blocks
-    # four at a time; elements that are no scores are not used. A row has a multiple of 16 elements
+    # loads take four elements at a time, because a row has a multiple of 16. Elements after the last score are not used
     mask = blocks // 4 <= own // 4
     scores = tl.load(source + blocks, mask=mask, other=0.0)
     if REACHES:
@@ -180,13 +180,13 @@ def choose_kernel(
 def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
     """Return the `wanted` free blocks with the highest scores as bits of words for 32 blocks, and how many are chosen up to each word's end.
 
-    The lowest of their scores is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
-    integers, have the order of the floats. Equal scores go to the lower block, NaN is highest. At least `wanted` blocks are free.
+    The lowest chosen score is found bit by bit. This works because scores are sums of exponentials: the bits of floats >= 0, read as
+    integers, have the order of the floats. Ties go to the lower block; NaN is highest. At least `wanted` blocks must be free.
     """
     blocks = tl.arange(0, BLOCK_BLOCKS)
     # NaN is highest, whatever its sign
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    # most scores are within a few powers of two of the highest: its exponent and the three below are tried before all bits
+    # most scores are within a few powers of two of the highest, so its exponent and the three below are tried first
     exponent = tl.max(bits, 0) >> 23
     found = _num_from(bits, exponent << 23)
     lowest = tl.maximum(exponent - 3, 0)
@@ -195,14 +195,14 @@ def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
         found = _num_from(bits, exponent << 23)
     threshold = tl.where(found < wanted, 0, exponent << 23)
     step = tl.where(found < wanted, 30, tl.where(found == wanted, -1, 22))
-    # the highest threshold with at least `wanted` scores at or above it; sooner where there are exactly as many
+    # find the highest threshold with at least `wanted` scores at or above it; stop early at one with exactly that many
     while step >= 0:
         candidate = threshold | (1 << step)
         found = _num_from(bits, candidate)
         threshold = tl.where(found >= wanted, candidate, threshold)
         step = tl.where(found == wanted, -1, step - 1)
     if found != wanted:
-        # the last ones of the equal scores at the threshold are too many
+        # too many scores are equal to the threshold: drop those of the highest blocks
         room = wanted - tl.sum((bits > threshold).to(tl.int32), 0)
         last_tie = 0
         step = BLOCK_BLOCKS // 2
@@ -219,8 +219,8 @@ def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
 
 @triton.jit
 def blocks_at(slots, words, ends, own, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr):
-    """Return the blocks at `slots` of the ascending choice of a row: initial ones, those of `chosen_words`, and local ones up to `own`."""
-    # chosen block k, from 0 on, lies in the first word whose end is above k, and is bit k - before of those that are set
+    """Return the blocks at `slots` of the ascending choice of a row: initial blocks, those of `chosen_words`, and local blocks up to `own`."""
+    # chosen block k (from 0) is in the first word whose end is above k. There it is set bit k - before, if `before` bits are set in earlier words
     WORDS: tl.constexpr = words.shape[0]
     rank = slots - NUM_INITIAL
     is_passed = ends[None, :] <= rank[:, None]
@@ -232,13 +232,13 @@ def blocks_at(slots, words, ends, own, NUM_SELECTED: tl.constexpr, NUM_INITIAL: 
         left -= 1
     # the exponent of a power of two
     lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-    # words have 32 blocks, unless there are fewer in all
+    # a word has 32 blocks; with fewer blocks in all there is only one word
     free = word_index * 32 + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where(slots < NUM_INITIAL, slots, tl.where(slots < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + slots))
 
 
 @triton.jit
 def _num_from(bits, lowest):
-    """Return how many are at least `lowest`, which is at least 0."""
-    # a difference below 0 has the highest bit: two instructions, where a comparison and its number take more
+    """Return how many of `bits` are at least `lowest`, which is at least 0."""
+    # a negative difference has its highest bit set: to test this takes two instructions, fewer than to compare and count
     return bits.shape[0] - tl.sum(((bits - lowest).to(tl.uint32, bitcast=True) >> 31).to(tl.int32), 0)

@@ -89,11 +89,11 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
 
 
 def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeometry) -> BranchBackend | None:
-    """Return the backend of CHOOSE that is preferred to the kernel here; None if that is this backend, and in the interpreter."""
+    """Return the backend of CHOOSE that is preferred to this package's kernel; None if there is none, and in the interpreter."""
     if not q.is_cuda:
         return None
     registry = default_registry()
-    # the key has the registry's size, because a registry may grow, but not the number of rows, which affects no choice
+    # the cache's key has the size of the registry, which may grow. It lacks the number of rows, which does not affect the result
     sizes = (len(registry.backends), num_groups, num_blocks)
     return _preferred_choice(registry, sizes, q.device, q.dtype, geometry)
 
@@ -106,7 +106,7 @@ def _preferred_choice(
     dtype: torch.dtype,
     geometry: BlockGeometry,
 ) -> BranchBackend | None:
-    """Cached: a request costs more host time than the launch that it decides."""
+    """Return the result of `other_choice`; cached, because routing takes more host time than the launch that it decides."""
     _, num_groups, num_blocks = sizes
     request = BranchRequest(
         operation=Operation.CHOOSE,
@@ -141,7 +141,7 @@ def _choose(
     reaches: bool = False,
     num_queries: int = 1,
 ) -> None:
-    """Write the choice of `num_rows` rows from `first` on, by `scores` (..., rows, G, N); `reaches`: a second piece is to be added."""
+    """Write the choice of `num_rows` rows from `first` on, by `scores` (..., rows, G, N). `reaches`: add the second buffer of shares."""
     num_groups, num_blocks = scores.shape[-2:]
     kernels.choose_kernel[(num_rows * num_groups,)](
         scores, positions, chosen, first, num_queries, num_blocks, scores.stride(0),
@@ -157,11 +157,14 @@ def _strides(geometry: BlockGeometry) -> int:
 
 
 SEARCHED_BLOCKS = 128
-"""Minimum of blocks that a search covers, if there are as many: it is compiled for every power of two from here on."""
+"""Minimum number of blocks that a search covers, if there are that many. The search is compiled for each power of two from here on."""
 
 
 def _searched(first: int, last: int, num_queries: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None) -> int:
-    """Return a bound on the blocks that the rows first .. last - 1 see, a power of two. Without `positions` a sequence starts every `num_queries`."""
+    """Return a power of two that is at least the number of blocks that rows first .. last - 1 see.
+
+    Without `positions`, a sequence starts every `num_queries` rows.
+    """
     if positions is None:
         is_one = first // num_queries == (last - 1) // num_queries
         last_position = (last - 1) % num_queries if is_one else num_queries - 1
@@ -170,7 +173,7 @@ def _searched(first: int, last: int, num_queries: int, num_blocks: int, geometry
 
 
 def _warps(searched: int) -> int:
-    """Return the warps of one row's search: up to 64 scores a thread, as long as 16 warps are enough."""
+    """Return the number of warps that search one row: at most 64 scores per thread, unless that takes more than 16 warps."""
     return max(1, min(16, searched // 2048))
 
 
@@ -189,7 +192,7 @@ def _score(
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
     group_size = num_heads // num_groups
     strides = _strides(geometry)
-    # a tile of the portable kernel may not hold all of a wide group, or of a large block: further launches add the rest
+    # a tile of the portable kernel may not hold all heads of a group, or all strides of a block: further launches add the rest
     heads = min(next_power_of_2(group_size), tiles.block_rows)
     padded_strides = min(next_power_of_2(strides), tiles.block_keys)
     block_queries = tiles.block_rows // heads

@@ -1,4 +1,4 @@
-"""Kernels of Eq. 5 for a few rows of each sequence over stores: three launches, each split so that the whole GPU reads.
+"""Kernels of Eq. 5 for a few rows of each sequence over stores: three launches, each split so that the whole GPU works.
 
 1. `split_kernel` divides the compressed keys and the window into splits. Each split writes a partial output with its maximum and sum. Splits of the
    compressed branch also write each head's weights summed by block, relative to the maximum when they were computed.
@@ -13,10 +13,10 @@ The number of splits does not depend on lengths, so that one CUDA graph serves a
 with a scale for each token and KV head. The kernels read nothing after a sequence's last token, and nothing outside the stores, whatever a row's
 position is.
 
-With PDL (programmatic dependent launch), programs of a launch start when the last programs of the launch before end, and those of
-`attend_kernel` while `choose_kernel` runs. They read the results of that launch only after `gdc_wait`, and every program calls it, so that a launch
-ends after the one before. `split_kernel` does not let the next launch start earlier: programs that wait would occupy slots of those that read.
-With STARTS_EARLY it starts itself while `append` runs, and reads keys of earlier steps: see `launch.MOST_EARLY_PAIRS`.
+With PDL (programmatic dependent launch), a launch starts when the last programs of the previous launch end; `attend_kernel` starts while
+`choose_kernel` runs. Programs read the results of the previous launch only after `gdc_wait`. Every program calls it, so that a launch ends after
+the previous one. `split_kernel` does not let the next launch start earlier, because waiting programs would take the slots of programs that read.
+With STARTS_EARLY, `split_kernel` itself starts while `append` runs, and reads keys of earlier steps: see `launch.MOST_EARLY_PAIRS`.
 """
 
 import triton
@@ -29,7 +29,7 @@ from nsa_kernels_triton.tiles import cast, dot, exponential, find_sequence, load
 
 @triton.jit
 def _rows_of_step(sequence, cu_seqlens_ptr, start_ptr, count_ptr, num_queries, RAGGED: tl.constexpr):
-    """Return a sequence's first row of q, the rows that count, and the position of the first."""
+    """Return a sequence's first row of q, its number of valid rows, and the position of the first row."""
     start = tl.load(start_ptr + sequence)
     if RAGGED:
         first = tl.load(cu_seqlens_ptr + sequence)
@@ -69,7 +69,7 @@ def _load_keys(base_ptr, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, N
 
 @triton.jit
 def _load_queries(q_ptr, heads, exists, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, SLICES: tl.constexpr):
-    """Return a tile of q in its parts, once for every slice: (slices, rows, K1) and (slices, rows, K2). A second part of 0 is the first."""
+    """Return the two parts of a tile of q, repeated for every slice: (slices, rows, K1) and (slices, rows, K2). If K2 is 0, both are the first."""
     q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
     q1 = tl.broadcast_to(q1[None, :, :], (SLICES, q1.shape[0], K1))
     q2 = q1
@@ -81,7 +81,7 @@ def _load_queries(q_ptr, heads, exists, D_K: tl.constexpr, K1: tl.constexpr, K2:
 
 @triton.jit
 def _start(ROWS: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SLICES: tl.constexpr):
-    """Return the softmax before the first key: acc1, acc2, row_max, row_sum. A second part of 0 is the first."""
+    """Return the state of the online softmax before the first key: acc1, acc2, row_max, row_sum. If V2 is 0, acc2 is acc1."""
     acc1 = tl.zeros([SLICES, ROWS, V1], tl.float32)
     acc2 = acc1
     if V2 > 0:
@@ -122,7 +122,7 @@ def _fold(
 
 @triton.jit
 def _sum_of_slices(x):
-    """Return x (slices, rows, columns) summed over its 1, 2 or 4 slices: halves are added, since a reduction over warps takes more instructions."""
+    """Return x (slices, rows, columns) summed over its 1, 2 or 4 slices. It adds halves: a reduction over warps takes more instructions."""
     if x.shape[0] == 4:
         first, second = tl.split(tl.permute(tl.reshape(x, (2, 2, x.shape[1], x.shape[2])), (1, 2, 3, 0)))
         x = first + second
@@ -137,7 +137,7 @@ def _store_partial(
     outs_ptr, maxima_ptr, sums_ptr, slot, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Merge the slices of a split and write it to `slot`. A row that sees nothing has sum 0, maximum -inf and output 0."""
+    """Merge the slices of a split and write the partial result to `slot`. A row that sees nothing has sum 0, maximum -inf and output 0."""
     largest = tl.max(row_max, 0)
     kept = exponential(row_max - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
     offset = wide(slot) * num_heads_of_rows + heads
@@ -210,16 +210,18 @@ def split_kernel(
     SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr, WIN_SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr,
     STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial results of one split of the compressed keys, or of one query's window.
+    """Write the partial results of one split of the compressed keys, or of one query's window, or of both.
 
-    Grid (N * G, splits, tiles): the larger of the tiles of rows for the compressed keys and the queries times tiles of heads for windows. The
-    splits of the window begin at number WIN_FROM: if it is CMP_SPLITS they have programs of their own, if it is 0 a program takes one of each kind.
-    A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
-    num_blocks): first the share from a block's own strides, then the share from the block before. For every SLICE_BLOCKS blocks, the maximum
-    to which they are relative goes to `tops_ptr`, (rows of q * H, num_tops). `arrivals_ptr`, (rows of q, G), if any, is set to 0.
+    Grid (N * G, splits, tiles). The compressed keys have a tile for BLOCK_ROWS rows (a sequence's queries times a group's heads), the window for
+    each query and tile of heads; `tiles` is the larger number. The first split of the window has number WIN_FROM. If that is CMP_SPLITS,
+    the splits of the window have their own programs; if it is 0, a program takes one split of each kind.
 
-    With STARTS_EARLY (and PDL), a program that reads no key of this step waits for `append` only before it writes: until then what it writes to
-    may be scratch memory of `append`.
+    Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2, num_blocks): first the share from a block's own strides, then the share
+    from the previous block. The weights of SLICE_BLOCKS blocks are relative to one maximum, which goes to `tops_ptr`, (rows of q * H, num_tops).
+    `arrivals_ptr`, (rows of q, G), is set to 0 unless it is None.
+
+    With STARTS_EARLY (and PDL), a program that reads no key of this step waits for `append` only before it writes. Before the wait,
+    `append` may still use the memory that the program writes.
     """
     if PDL and not STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
@@ -283,7 +285,7 @@ def split_kernel(
             G, D_K, K1, K2, D_V, V1, V2, EXACT,
         )  # fmt: skip
         if chooses:
-            # the pipeline issues the loads of the first tiles before the loop: they do not wait
+            # the pipeline issues the loads of the first tiles before the loop, so these loads do not wait
             if STARTS_EARLY and tile == split * share:
                 tl.extra.cuda.gdc_wait()
             by_block = tl.reshape(weights, (SLICES, BLOCK_ROWS, SLICE_BLOCKS, PADDED_STRIDES))
@@ -311,7 +313,7 @@ def _importance(
 ):  # fmt: skip
     """Return the importance of one query's blocks from first_top * SLICE_BLOCKS on (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,).
 
-    It is its heads' weights by block, normalised, and summed over a group. Behind `last_free` it is any number.
+    Importance is the sum over the group's heads of their normalised weights by block. For blocks after `last_free` the result is arbitrary.
     """
     splits, tops = tl.arange(0, PADDED_SPLITS), first_top + tl.arange(0, TOPS)
     in_slice = tl.arange(0, SLICE_BLOCKS)
@@ -321,11 +323,11 @@ def _importance(
         in_group = first + tl.arange(0, SUMMED_HEADS)
         is_head = in_group < HG
         heads = row * H + group * HG + in_group
-        # all loads come before the computation
+        # all loads are issued before the computation
         source = blocks_ptr + (heads * (2 * num_blocks))[:, None, None] + blocks[None, :, :]
         top_ptr = tops_ptr + (heads * num_tops)[:, None] + tops[None, :]
         has_top = is_head[:, None] & (tops * SLICE_BLOCKS <= last_free)[None, :]
-        # the blocks of a slice are read at once: those behind the last free one are written as well, and not used
+        # all blocks of a slice are read together. Blocks after the last free one were written as well, but are not used
         share = tl.load(source, mask=has_top[:, :, None], other=0.0)
         top = tl.load(top_ptr, mask=has_top, other=float("-inf"))
         reaching, before = share, top
@@ -343,13 +345,13 @@ def _importance(
         scale = exponential(top - largest, EXACT) * inverse
         share *= scale[:, :, None]
         if REACH > 1:
-            # nothing reaches into the first block, and nothing was written there
+            # the first block has no previous block, so its share was never written
             reaching = tl.where((blocks > 0)[None, :, :], reaching, 0.0)
             scale_before = exponential(before - largest, EXACT) * inverse
             share += reaching * tl.where((in_slice == 0)[None, None, :], scale_before[:, :, None], scale[:, :, None])
         importance += tl.sum(share, 0)
-    # Triton 3.6 reduces wrongly over a layout in which lanes between others hold copies, as the layout of sums over heads may. A gather
-    # returns the layout of its indices
+    # Triton 3.6 reduces wrongly over a layout in which some lanes in the middle hold copies, and the sum over heads may have such a layout.
+    # The gather changes it: its result has the layout of its indices
     return tl.gather(tl.reshape(importance, (TOPS * SLICE_BLOCKS,)), tl.arange(0, TOPS * SLICE_BLOCKS), 0)
 
 
@@ -357,7 +359,7 @@ def _importance(
 def _store_choice(
     importance, target, slots, own, num_blocks, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Write the choice of a row whose last block is `own`, ascending, by the importance of its blocks from 0 on; `target`: addresses of `slots`."""
+    """Write the ascending choice of a row with own block `own`, by the importance of blocks 0, 1, ...; `target` holds the addresses of `slots`."""
     BLOCKS: tl.constexpr = importance.shape[0]
     blocks = tl.arange(0, BLOCKS)
     is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL) & (blocks < num_blocks)
@@ -380,10 +382,11 @@ def choose_kernel(
 ):  # fmt: skip
     """Choose the blocks of one row of q and one group, or merge two branches of MERGED_HEADS heads; grid (rows * G * PARTS,).
 
-    The first CHOOSERS of the PARTS programs of a row and group choose. If they are several, each adds up the heads for TOPS * SLICE_BLOCKS
-    blocks, and the last to arrive, by `arrivals_ptr` (rows, G), chooses by `importance_ptr`, (rows, G, CHOOSERS * TOPS * SLICE_BLOCKS). The others
-    write the compressed branch plus the window, each times its gate, to the slot of `outs_ptr` behind theirs. A row that does not count chooses
-    nothing, and its output is 0. The counters of `attend_kernel` are set to 0.
+    The first CHOOSERS of the PARTS programs of a row and group choose. If there are several, each adds up the heads for TOPS * SLICE_BLOCKS
+    blocks and writes the sums to `importance_ptr`, (rows, G, CHOOSERS * TOPS * SLICE_BLOCKS). They count arrivals in `arrivals_ptr`, (rows, G), and
+    the last to arrive chooses. The other programs merge: they write the compressed branch plus the window, each times its gate, to the slot
+    of `outs_ptr` after the slots of these two branches. An invalid row chooses nothing, and its output is 0. The counters of
+    `attend_kernel` are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -437,7 +440,7 @@ def choose_kernel(
         )  # fmt: skip
         if CHOOSERS == 1:
             _store_choice(importance, target, slots, own, num_blocks, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL)
-        # programs behind the last free block have nothing to add up
+        # programs whose blocks all come after the last free block have nothing to add up
         elif part * BLOCKS <= last_free:
             source = importance_ptr + (row * G + group) * (CHOOSERS * BLOCKS)
             tl.store(source + part * BLOCKS + tl.arange(0, BLOCKS), importance)
@@ -472,8 +475,8 @@ def attend_kernel(
 ):  # fmt: skip
     """Attend to SLOTS blocks that one query chose; the last program of a query writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
 
-    Their partial outputs have the slots from FIRST_SLOT on; the slot before holds the sum of the other branches.
-    A row that does not count already has its output. The order in which partial outputs are added is fixed, whichever program is last.
+    Partial outputs go to the slots from FIRST_SLOT on; slot FIRST_SLOT - 1 holds the sum of the other branches. `choose_kernel` has written
+    the output of invalid rows. Partial outputs are always added in the same order, whichever program is last.
     """
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
@@ -503,7 +506,7 @@ def attend_kernel(
         block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
         in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
         keys = block * SELECTION_SIZE + in_block
-        # no scalar in a mask: Triton 3.9's interpreter makes it a number
+        # no scalar in a mask, because Triton 3.9's interpreter turns it into a number
         is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, end_of_store - 1))
         key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
         acc1, acc2, row_max, row_sum, _weights = _fold(
@@ -532,9 +535,9 @@ def _gated(
     outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 if a row sees none of it.
+    """Return the output of one branch, merged from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 if a row sees no key.
 
-    Splits come one after another: no sum goes over threads. They are read where every multiprocessor's writes meet.
+    Splits are added one after another, so that no sum goes over threads. They are read from L2, because other multiprocessors wrote them.
     """
     columns = tl.arange(0, WIDTH)
     mask = exists[:, None] & (columns < D_V)[None, :]

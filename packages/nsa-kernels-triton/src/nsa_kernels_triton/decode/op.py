@@ -18,17 +18,17 @@ from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Target number of a launch's programs per multiprocessor: as many as shared memory holds tiles for, all at once."""
+"""Target number of a launch's programs per multiprocessor. Shared memory holds the tiles of this many, so that all programs run at once."""
 MOST_SPLITS = 32
 """Maximum splits of the compressed keys: the next launch merges them."""
 LEAST_ALONE = 8
-"""If a tile of rows has at least so many programs, some of them take windows alone; otherwise each takes a share of both."""
+"""With at least this many programs per tile of rows, some may take only the window; with fewer, each takes a share of both."""
 WINDOW_SHARE = 5
-"""At most one in so many programs of a row takes a split of its window, if programs do that alone."""
+"""If some programs take only the window, at most one in this many programs of a row does."""
 MOST_SLC_SPLITS = 16
-"""Maximum splits of the chosen blocks: the last one merges them, one after another."""
+"""Maximum splits of the chosen blocks: the last program to finish merges them, one after another."""
 LEAST_TILES = 2
-"""Minimum tiles of chosen blocks per program if there are many programs: each program adds a partial output."""
+"""Minimum tiles of chosen blocks per program: each program adds one more partial output to merge."""
 SLICES = 4
 """Parts of a tile of keys, one for each warp."""
 SLICE_KEYS = 16
@@ -41,9 +41,9 @@ CHOICE_WARPS = 8
 CHOOSERS = 4
 """Maximum programs that add up a group's heads for one row, each for a part of the blocks; a power of two. The last to arrive chooses."""
 LEAST_CHOOSER_BLOCKS = 256
-"""Minimum blocks of such a program, if they are several."""
+"""Minimum blocks for each of these programs, if there are several."""
 SUMMED_WEIGHTS = 8192
-"""Numbers of one kind that a program of `choose_kernel` holds at a time, to add up a group's heads, or of an output that it merges."""
+"""Elements that a program of `choose_kernel` holds at a time: of the weights that it adds over heads, or of the output that it merges."""
 LEAST_MERGED_HEADS = 2
 """Minimum heads of a program that merges splits."""
 
@@ -55,14 +55,14 @@ class Splits(NamedTuple):
     win: int
     slc: int
     win_from: int
-    """The number of the first program of a tile that takes a split of the window: `cmp` where those have programs of their own, or 0."""
+    """Number of the first program of a tile that takes a split of the window: `cmp` if the window has its own programs, else 0."""
 
     @classmethod
     def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
         """Return the splits of a step with `num_tiles` tiles of rows in the compressed branch, and `num_rows` in the others.
 
-        Both are numbers of sequences, KV heads and rows, not of keys. If there are no more tiles than the GPU runs programs at once, all programs of
-        a launch run at once, so that none waits for another.
+        Both numbers depend on sequences, KV heads and rows, not on keys. If the GPU can run a program for each tile at once, all programs
+        of a launch run at once, so that none waits for another.
         """
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         cmp, wanted = max(1, programs // num_tiles), max(1, programs // num_rows)
@@ -70,7 +70,7 @@ class Splits(NamedTuple):
         # the window is short compared with the compressed keys of a long sequence
         short_win = min(win, max(1, wanted // WINDOW_SHARE))
         left = (programs - short_win * num_rows) // num_tiles
-        # a tile of several rows and few heads has a window for each row, whose programs may take too many from the compressed keys
+        # a tile of several rows and few heads has a window for each row; their programs may leave too few for the compressed keys
         is_alone = cmp >= LEAST_ALONE and 2 * left > cmp
         if is_alone:
             cmp, win = left, short_win
@@ -87,7 +87,7 @@ class StepSizes(NamedTuple):
     num_multiprocessors: int
     has_pdl: bool
     starts_early: bool
-    """True if the first launch may read what earlier steps wrote while `append` runs."""
+    """True if the first launch may start, and read results of earlier steps, while `append` runs."""
     most_slices: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class StepSizes(NamedTuple):
         """Return the sizes of a step over the stores as they were given."""
         q, (num_groups, head_dim_v) = queries.q, cmp.v.shape[2:]
         assert queries.start is not None
-        # a copy of q, of keys or of a window's tail is written behind `append`
+        # the launch after `append` would write a copy of q, of keys or of a window's tail
         has_copies = win.first is not None or not (q.is_contiguous() and _is_contiguous(cmp) and _is_contiguous(win))
         is_early = queries.follows_append and not has_copies and starts_early(q, q.shape[0] * q.shape[1], num_groups)
         return cls(
@@ -132,11 +132,12 @@ class Tiles(NamedTuple):
     slices: int
     """Parts of a tile, one for each warp."""
     stages: int
-    """Stages of the loop over tiles: one more than are in flight. With pages, rows are looked up as many stages earlier as are in flight."""
+    """Pipeline stages of the loop over tiles: one more than the tiles in flight. With pages, twice as many are in flight: first rows are
+    looked up, then keys are loaded."""
 
     @classmethod
     def of(cls, sizes: StepSizes, keys: tuple[torch.dtype, bool], slice_keys: int, most: int) -> "Tiles":
-        """Return tiles of at most `most` parts of `slice_keys`, with as many in flight as leave room for two programs on a multiprocessor.
+        """Return tiles of at most `most` parts of `slice_keys` keys. So many are in flight that two programs fit on a multiprocessor.
 
         `keys`: the dtype of their store, and whether it has pages.
         """
@@ -146,7 +147,7 @@ class Tiles(NamedTuple):
         while slices > 1 and slices * slice_elements * itemsize > limit:
             slices //= 2
         if itemsize > 2:
-            # without matrix units a tile is in registers, and exchanges between threads take as much
+            # without tensor cores a tile is in registers, and exchanges between threads take as much shared memory as a tile
             return cls(slices, 1)
         dtype, is_paged = keys
         tile_bytes = slices * slice_elements * dtype.itemsize
@@ -163,7 +164,7 @@ class Extent(NamedTuple):
     table_width: int
     """Entries of a sequence's page table."""
     end: int
-    """One more than the last position of a sequence that the store can hold, counted from `Keys.first`; a ring holds any position."""
+    """Number of positions of a sequence, counted from `Keys.first`, that the store can hold. A ring buffer holds any position."""
 
     @classmethod
     def of(cls, keys: Keys) -> "Extent":
@@ -188,12 +189,12 @@ class Cut(NamedTuple):
     """Number of partial outputs of a row and head."""
     head_tiles: int
     num_blocks: int
-    """Number of selection blocks for which sums have room."""
+    """Number of selection blocks for which the buffer of sums has room."""
     num_tops: int
     num_positions: int
     """Number of compressed keys that may be read."""
     num_summed: int
-    """Numbers of importance that several programs hand to the one that chooses; 0 if one adds them up."""
+    """Elements of importance, for each row and group, that several programs pass to the one that chooses; 0 if one program adds them up."""
     split: Launch
     choose: Launch
     attend: Launch
@@ -211,7 +212,7 @@ def cut_of(sizes: StepSizes) -> Cut:
     strides = geometry.selection_block_size // geometry.compression_stride
     padded_strides = next_power_of_2(strides)
     slice_blocks = cdiv(SLICE_KEYS, padded_strides)
-    # rows of sums are read four at a time
+    # a row of sums is read four elements at a time
     most_tokens = min(blocks.max_tokens(sizes.most_blocks, geometry), sizes.most_tokens)
     num_blocks = cdiv(max(1, blocks.num_selection_blocks(most_tokens, geometry)), 16) * 16
     tiles = Tiles.of(sizes, sizes.cmp, slice_blocks * padded_strides, sizes.most_slices)
@@ -222,7 +223,7 @@ def cut_of(sizes: StepSizes) -> Cut:
         "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": sizes.is_ragged, "EXACT": sizes.dtype == torch.float32, "PDL": sizes.has_pdl,
         **({"launch_pdl": True} if sizes.has_pdl else {}),
     }  # fmt: skip
-    # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
+    # without fused multiply-add: a weight is 2 to the power of the difference of two rounded numbers, as `maxima` and `tops` hold them
     attends = {
         "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second, "V1": parts_v.first, "V2": parts_v.second,
         "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
@@ -238,7 +239,7 @@ def cut_of(sizes: StepSizes) -> Cut:
     )  # fmt: skip
     choosers = max(1, min(CHOOSERS, next_power_of_2(num_blocks) // LEAST_CHOOSER_BLOCKS))
     padded_tops = next_power_of_2(cdiv(num_tops, choosers))
-    # as many merging programs as run next to the choosing ones, one per multiprocessor
+    # so many merging programs that they and the choosing ones run at once, one per multiprocessor
     most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - choosers)
     merged_heads = min(max(LEAST_MERGED_HEADS, next_power_of_2(cdiv(group_size, most_parts))), max(1, SUMMED_WEIGHTS // width))
     parts = choosers + cdiv(group_size, merged_heads)
@@ -260,7 +261,7 @@ def cut_of(sizes: StepSizes) -> Cut:
         splits.cmp + splits.win + 1 + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
         choosers * padded_tops * slice_blocks if choosers > 1 else 0,
         Launch((num_pairs, max(splits.cmp, splits.win_from + splits.win), max(row_tiles, num_queries)), split),
-        # one axis: the others end at 65,535
+        # one axis, because CUDA limits the others to 65,535
         Launch((num_rows * num_groups * parts,), choose),
         Launch((num_pairs, num_queries, splits.slc), attend),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from nsa_kernels_triton.streams import on_its_device
 
 
 class SavedBranches(NamedTuple):
-    """Outputs (float32 if `exact_out` is given) and lse of the three branches, which the backward pass reads in addition to the choice."""
+    """Outputs (float32 where `numerics.exact_out` gives a buffer) and lse of the three branches. The backward pass reads them and the choice."""
 
     out_cmp: Tensor
     lse_cmp: Tensor
@@ -85,7 +85,7 @@ def _differentiate(
     deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
     tiles = selected.backward_kernel(q, k_slc, v_slc, dout, geometry)
     if isinstance(kernel_for("interval_dkdv", q, v_cmp, k_cmp, dout), PipelineConfig):
-        # once for all branches: loads to shared memory take at least four bytes
+        # once for all branches: asynchronous copies to shared memory need elements of at least four bytes
         gates = gates.float()
     of_cmp = Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)
     of_win = Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, geometry, scale, window)
