@@ -62,7 +62,7 @@ def _seen_rows(
     key0, last_key, position, num_valid, row_from, row_end,
     HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Return the ends of the rows, of row_from .. row_end - 1, that see some of the keys key0 .. last_key, and of those that see all."""
+    """Return the range of the rows that see some of the keys key0 .. last_key, and of those that see all, within row_from .. row_end - 1."""
     end = position + num_valid
     if IS_WINDOW:
         first = key0
@@ -106,10 +106,10 @@ def _multiply(
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV that the rows give to one half of the keys.
+    """Write the part of dK and dV that comes from the rows, for one half of the keys.
 
-    A tile of 32 rows of 128 columns, or 64 of 64, leaves registers for dS of one tile while the next one's scores are computed: the
-    product into dK overlaps with them. More rows are for keys of one part of columns.
+    With a tile of 32 rows of 128 columns, or 64 of 64, registers are left for dS of one tile while the next tile's scores are computed. The
+    product that adds to dK then overlaps with these scores. Tiles of more rows are only for keys whose columns are in one part.
     """
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty = smem
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end = work_item
@@ -129,7 +129,7 @@ def _multiply(
     k2 = k2_smem.index(half)
     v = v_smem.index(half)
     if OVERLAPS and K2 == 0:
-        # with few rows in a tile, the keys would be most of what its product reads; registers are left for one part
+        # with few rows in a tile, a product would read mostly keys from shared memory; registers have room for one part of them
         k1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
     key0 = key0 + half * HALF
     keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
@@ -235,7 +235,7 @@ def _store(
     ptr, key_row0, key0, num_keys, group, values,
     G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of the gradients of a tile of keys."""
+    """Write the existing columns among FIRST .. FIRST + WIDTH - 1 of the gradients of a tile of keys."""
     in_tile = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
     rows = ((key_row0 + key0 + in_tile) * G + group) * D
@@ -265,7 +265,7 @@ def dkdv_kernel(
     if gl.load(extremes_ptr) != EXTREME:
         return
     tile, sequence, group = program_position(num_tiles * num_splits, num_columns)
-    # late splits first: they meet every key, the early ones only some
+    # late splits first: their queries see every key, those of early splits only some
     split = num_splits - 1 - tile // num_tiles
     tile = tile % num_tiles
     if PACKED:

@@ -84,7 +84,7 @@ def _dscores(
     scores, dweights, shift, delta, first, end, key, is_masked, factor, lowering,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, EXTREME: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of keys that starts with `key`; EXTREME: weights are as `tiles.restrained`, and a shift may be of any size."""
+    """Return dS of a tile of keys that starts with `key`. EXTREME: a shift may have any size, and weights are limited as in `tiles.restrained`."""
     weights = gl.exp2(scores * factor - shift[:, None])
     if EXTREME:
         weights = restrained(weights, shift[:, None])
@@ -97,8 +97,8 @@ def _dscores(
         if EXTREME:
             # huge values may make the product with dO infinite
             dweights = gl.where(is_visible, dweights, 0.0)
-        # as `tiles.refined_delta`, without a gradient of lse; below WIDEST_REFINED the sum of all weights is 1 to 2^-12, so 1 + lack
-        # divides by it
+        # as `tiles.refined_delta`, without a gradient of lse. Below WIDEST_REFINED the sum of all weights differs from 1 by at most 2^-12, so
+        # a product with 1 + lack replaces the division by it
         lack = 1 - gl.sum(weights, 1)
         has_all = lack < 2**-12
         if EXTREME:
@@ -118,7 +118,8 @@ def _multiply(
 ):  # fmt: skip
     """Write dQ of one part of the rows of the program's tiles.
 
-    With two parts, the product with k overlaps with the next keys' scores. Three parts hide each other's waits, and have no registers for that.
+    With two parts, the product with k overlaps with the next keys' scores. Three parts have no registers for that, but one computes while
+    another waits.
     """
     (
         q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
@@ -248,9 +249,9 @@ def _store_scaled(
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     ACC: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Put `values` times their rows' share into shared memory. ADD: add the values of dQ first."""
+    """Store `values`, times a factor of their row, in shared memory. ADD: add the values of dQ first."""
     share = gl.convert_layout(share, gl.SliceLayout(1, ACC))
-    # a row that does not count, at t = -1, may hold NaN
+    # an invalid row (t = -1) may hold NaN
     counts = gl.convert_layout(t, gl.SliceLayout(1, ACC)) >= 0
     values = gl.where(counts[:, None], values * share[:, None], 0.0)
     if ADD:
@@ -273,9 +274,9 @@ def dq_kernel(
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, EXTREME: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dQ as `interval.kernels.dq_kernel` does, for an lse without gradient; a program takes every num_programs-th tile.
+    """Write dQ as `interval.kernels.dq_kernel` does, if lse has no gradient. A program takes every num_programs-th tile.
 
-    Three parts are for heads whose columns have one part each. EXTREME: see `launch._launch_both`.
+    Three parts of rows are only for heads whose columns are in one part. EXTREME: see `launch._launch_both`.
     """
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty

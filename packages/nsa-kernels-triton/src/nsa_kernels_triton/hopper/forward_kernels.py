@@ -30,7 +30,7 @@ from nsa_kernels_triton.hopper.tiles import (
 from nsa_kernels_triton.tiles import EXTREME
 
 SAFE_SUM = gl.constexpr(2.0**64)
-"""Up to this limit of a sum of weights, float32 also has room for values of this size."""
+"""Limit of a sum of weights: below it, float32 also holds the product of the sum and a value of this size."""
 
 
 @gluon.jit
@@ -41,8 +41,8 @@ def tile_of(
 ):  # fmt: skip
     """Return the group and rows of tile number `item`, and the keys start .. end - 1 that any of them sees.
 
-    `sequences` are the kernel's arguments from cu_seqlens_ptr to search_steps without num_items. The longest rows come first. Every row
-    sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
+    `sequences` are the kernel's arguments from cu_seqlens_ptr to search_steps without num_items. Tiles with the most keys come first. Every
+    row sees the keys middle .. tail + KEYS - 2. A tile beyond the last sequence has no rows.
     """
     (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
@@ -71,7 +71,7 @@ def _wanted_tile(
 ):  # fmt: skip
     """Return the results of `tile_of`, and how many keys are left out after the first NUM_INITIAL blocks.
 
-    REDO: a tile that is not to be done again has no rows and keys.
+    REDO: a tile that need not be computed again gets no rows and no keys.
     """
     group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail = tile_of(
         item, sequences, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
@@ -91,7 +91,7 @@ def _wanted_tile(
 
 @gluon.jit
 def _key_of(index, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
-    """Return the key number `index` of those that are not left out."""
+    """Return the key at position `index` among the keys that are not left out."""
     key = index
     if SHARED:
         key = index + gl.where(index < NUM_INITIAL * KEYS, 0, left_out)
@@ -106,7 +106,7 @@ def _load(
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Fetch rows and keys of the program's tiles, and again those of the tiles that are to be done again."""
+    """Load rows and keys of the program's tiles; then load those of the tiles that must be computed again."""
     loaded = _load_tiles(
         q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early, gl.to_tensor(0), gl.to_tensor(0),
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
@@ -122,7 +122,7 @@ def _load(
 
 @gluon.jit
 def _tiles_of_second_pass(passed, overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Wait until every part has passed over its tiles; return how many these were, and the items of a second pass: all or none."""
+    """Wait until every part has finished its tiles; return their number, and the number of items of a second pass: all items or 0."""
     mbarrier.wait(passed.index(0), 0)
     first_number = gl.cdiv(num_items - gl.program_id(0), gl.num_programs(0))
     return first_number, _any_overflow(overflows_ptr, num_items, PARTS) * num_items
@@ -130,7 +130,7 @@ def _tiles_of_second_pass(passed, overflows_ptr, num_items, PARTS: gl.constexpr)
 
 @gluon.jit
 def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Return 1 if one of the program's tiles is to be done again, else 0."""
+    """Return 1 if one of the program's tiles must be computed again, else 0."""
     BLOCK: gl.constexpr = 128
     found = 0
     for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):
@@ -149,9 +149,9 @@ def _load_tiles(
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REDO: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the ring buffers with their keys and values; those beyond `end` are zeros.
+    """Load the rows of the program's tiles, and fill the ring buffers with their keys and values; keys from `end` on are zeros.
 
-    `first_number` tiles of rows and `loaded` tiles of keys came before; return how many of keys have come in all.
+    `first_number` tiles of rows and `loaded` tiles of keys were loaded before; return the total number of loaded tiles of keys.
     """
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = buffers
     HG: gl.constexpr = H // G
@@ -184,7 +184,7 @@ def _load_tiles(
 
 @gluon.jit
 def _chosen(key, own, word, is_early, KEYS: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr):
-    """Return which rows chose the block from `key` on: early ones by their bits, later ones where everyone does."""
+    """Return which rows chose the block that starts at `key`. Early rows have a bit for each block; later rows see only forced blocks here."""
     block = key // KEYS
     is_forced = (block < NUM_INITIAL) | (block > own - NUM_LOCAL)
     return gl.where(is_early, (word >> (block % 64)) % 2 != 0, is_forced)
@@ -197,10 +197,10 @@ def _weights(
 ):  # fmt: skip
     """Return the weights of a tile of keys, the rows' new shifts and peaks, and the factor for the sums so far.
 
-    A shift is subtracted from a row's scores before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
-    first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are. REDO: scores and
-    shifts are without the factor, which multiplies their difference: the rounding of a score may change a weight too much. Otherwise
-    a peak is the maximum without the factor, from which the shift was rounded.
+    The shift of a row, its maximum so far, is subtracted from its scores before they become weights. OPTIMISTIC: the shift is the
+    maximum of the first tile in which the row sees a key, and the sums so far need no factor; `is_first` is true if this may be that tile
+    for some row. REDO: scores and shifts are not multiplied by the factor, only their difference is, because the rounding of a score could
+    change a weight too much. Otherwise the peak of a row is its maximum without the factor; the shift is peak * factor, rounded.
     """
     if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -217,7 +217,7 @@ def _weights(
     else:
         peak = gl.maximum(peak, _maxima(scores, chosen, SHARED))
         found = peak * factor
-    # for a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
+    # a row that has seen no key yet gets shift 0: exp2(-inf - 0) is 0, but exp2(-inf + inf) would be NaN
     lowered = gl.where(found == float("-inf"), 0.0, found)
     rescale = gl.exp2((shift - lowered) * (factor if REDO else 1.0))
     if SHARED:
@@ -238,13 +238,13 @@ def _maxima(scores, chosen, SHARED: gl.constexpr):
 
 @gluon.jit
 def _thread_sums(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Return (ROWS, 4), the sums over the columns that each of the four threads of a row holds: 8 j + 2 c and 8 j + 2 c + 1."""
+    """Return (ROWS, 4): for each of a row's four threads, the sum over its columns. Thread c holds columns 8 j + 2 c and 8 j + 2 c + 1."""
     return gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _thread_tops(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Return the bits of (ROWS, 4), the largest weights of the same columns; one instruction compares three integers."""
+    """Return (ROWS, 4), the bits of the largest weight of the same columns, as integers: one instruction compares three of them."""
     return gl.max(gl.max(bits_of(weights).reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
@@ -281,8 +281,8 @@ def _attend_to_tiles(
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
 
-    Unless REDO, also write whether a sum of weights or a shift became too large; REDO: only the rows where it did. `first_number`
-    tiles of rows and `used` tiles of keys came before; return how many of keys have come in all.
+    Without REDO, also write flags for tiles in which a sum of weights or a shift became too large. With REDO, write only the rows where
+    that happened. `first_number` tiles of rows and `used` tiles of keys were read before; return the total number of tiles of keys.
     """
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = buffers
     HG: gl.constexpr = H // G
@@ -329,7 +329,7 @@ def _attend_to_tiles(
             left1 = q1
             left2 = q2
             if K2 > V2:
-                # with values of one part registers are left, and the tiles of keys are narrow
+                # if values have one part, registers have room for q, and tiles of keys are narrow
                 left1 = q1.load(gl.DotOperandLayout(0, SCORES, 2))
                 left2 = q2.load(gl.DotOperandLayout(0, SCORES, 2))
             stage = used % STAGES
@@ -364,7 +364,7 @@ def _attend_to_tiles(
                 key = _key_of(start + tile * KEYS, left_out, NUM_INITIAL, KEYS, SHARED)
                 is_first = key <= middle
                 if SHARED:
-                    # without a block that all choose, any may be a row's first
+                    # if no block is chosen by all rows, any block may be a row's first
                     is_first = NUM_INITIAL == 0
                     chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
                 weights, shift, peak, rescale = _weights(
@@ -400,14 +400,14 @@ def _attend_to_tiles(
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
             divisor = row_sum
             if not REDO:
-                # the largest weight counts as rounded: if it outweighs all others, the output is its value. With running
-                # maxima it is 1 except for the rounding of the shift, which is subtracted from an unrounded product
+                # in the divisor the largest weight is rounded to `dtype`: if it outweighs all others, the output is then its value. With
+                # running maxima this weight differs from 1 only by the rounding of the shift, since the product is not rounded
                 top = float_of(gl.convert_layout(gl.max(tops, 1), OF_ROWS)) if OPTIMISTIC else gl.exp2(gl.fma(peak, factor, -shift))
                 divisor = row_sum + (top.to(dtype).to(gl.float32) - top)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
         if SHARED:
-            # extreme scores that were rounded up leave no weight
+            # extreme scores may all get weight 0, because the shift was rounded up
             sees_any = sees_any & ((row_sum != 0) | ((gl.abs(shift) >= EXTREME) & (shift != float("-inf"))))
         # a row that sees nothing may hold NaN
         inverse = gl.where(sees_any, 1.0 / divisor, 0.0)
@@ -418,7 +418,7 @@ def _attend_to_tiles(
         lse = gl.where(sees_any, shift * LN2 + gl.log2(gl.where(sees_any, row_sum, 1.0)) * LN2, float("-inf"))
         wanted = rows // HG < num_rows
         if not REDO:
-            # NaN is not below; earlier rows must not depend on which other rows are computed again
+            # `== 0` also catches NaN. Only rows marked here are written again, so that a row never depends on the other rows of its tile
             is_wrong = sees_any & (((row_sum < SAFE_SUM) & (gl.abs(shift) < EXTREME)) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
             flag = overflows_ptr + part * num_items + item
@@ -429,7 +429,7 @@ def _attend_to_tiles(
         barrier()
         gl.store(lse_ptr + heads, lse, mask=wanted)
         if not REDO:
-            # overwrites the 0 from before the barrier
+            # after the barrier, so that this overwrites the 0
             gl.store(flag + gl.zeros([PART], gl.int32, OF_ROWS), is_wrong.to(gl.int32), mask=is_wrong)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem
@@ -447,7 +447,7 @@ def _attend_to_tiles(
 
 @gluon.jit
 def _finish(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl.constexpr):
-    """Put WIDTH columns of outputs, `acc` times their rows' `inverse`, into the memory of `smem`, and return their tile."""
+    """Store WIDTH columns of outputs, `acc` times the `inverse` of their row, in the memory of `smem`; return their tile."""
     dtype: gl.constexpr = smem.dtype
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
     out_smem = smem._reinterpret(dtype, [ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype))
@@ -469,16 +469,16 @@ def forward_kernel(
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does, or those of SHARED blocks; a program takes every num_programs-th tile.
 
-    A tile's rows are divided among PARTS consumer warpgroups, which read the same keys; the next tile's rows and keys arrive while
-    they finish.
+    A tile's rows are divided among PARTS consumer warpgroups, which read the same keys. The next tile's rows and keys are loaded while the
+    warpgroups finish a tile.
 
-    Softmax with running maxima spends a third of its instructions on the maxima and on rescaling. OPTIMISTIC: a row
-    keeps the maximum of its first keys, which is correct as long as no later score is far above it. Outputs are right if a sum of
-    weights stays below `SAFE_SUM` and no score is EXTREME. int32 (PARTS, num_items) at `overflows_ptr` is 1 for every part of a tile
-    with a wrong row. After its last tile a program computes such tiles again, with running maxima, and writes only their
-    rows whose lse is +inf, so that a row never depends on the others.
+    Softmax with running maxima spends a third of its instructions on the maxima and on rescaling. OPTIMISTIC: a row keeps the maximum of its
+    first keys. This is right as long as no later score is far above it: the sum of weights must stay below `SAFE_SUM`, and no
+    score may be EXTREME. A row that breaks this rule gets the lse +inf, and sets the flag of its part of the tile in `overflows_ptr`, int32
+    (PARTS, num_items), to 1. After its last tile a program computes the flagged tiles again, with running maxima. It writes only the rows
+    whose lse is +inf, so that a row never depends on the others.
 
-    SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all of those that they chose: the bits of int64
+    SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all blocks that they chose, given as bits of int64
     (rows, G) at `chosen_ptr`. Later rows see the first NUM_INITIAL blocks, and the last NUM_LOCAL up to their own.
     """
     PART: gl.constexpr = ROWS // PARTS
@@ -488,7 +488,7 @@ def forward_kernel(
     V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(V2, 16)], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # two tiles
+    # two tiles of rows: one is computed while the next is loaded
     q1_smem = gl.allocate_shared_memory(dtype, [2 * PARTS, PART, K1], Q1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], Q1_SHARED)
     q2_smem = q1_smem

@@ -11,11 +11,11 @@ from nsa_kernels_triton.numerics import score_factor
 from nsa_kernels_triton.pipelines import PipelineConfig, pipeline_parts
 
 REGISTERS = {2: 128, 3: 80}
-"""Registers of a thread when a program starts, by the number of programs of eight warps that fill a multiprocessor."""
+"""Number of programs of eight warps that share a multiprocessor -> registers of a thread when a program starts."""
 REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
-"""The same if one program fills it, by its number of parts: a consumer warpgroup for each, and one producer warpgroup."""
+"""The same for a program that has the multiprocessor to itself, by its number of consumer warpgroups (plus one producer warpgroup)."""
 UNBOUNDED = 2**30
-"""A window that begins with its sequence."""
+"""Window size that reaches the first token of any sequence."""
 WIDEST_TWICE = 64
 """Head dimensions of q up to which two tiles of the rows of q and dO fit into shared memory with the ring buffers."""
 
@@ -28,7 +28,7 @@ class SharedBlocks(NamedTuple):
     num_initial: int
     num_local: int
     early: int
-    """Rows at earlier positions attend to all blocks that they chose, later ones to the first and the last."""
+    """Rows at positions below this attend to all blocks that they chose; later rows attend to the initial and the local blocks."""
 
 
 def interval_forward(
@@ -57,7 +57,7 @@ def interval_forward(
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         early, score_factor(q, scale),
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-        # weights in float16 have no room for scores far above their row's first maximum
+        # float16 weights overflow if a score is far above the first maximum of its row
         OPTIMISTIC=q.dtype != torch.float16, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
         PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
@@ -74,7 +74,7 @@ def shared_forward(
     pipeline: PipelineConfig,
     shared: SharedBlocks,
 ) -> None:
-    """Write out and lse of the blocks that the rows of a tile attend to together; `scale` is above 0."""
+    """Write out and lse of attention to the blocks that the rows of a tile share; `scale` is above 0."""
     sizes = {"IS_WINDOW": True, "SIZE": 1, "STRIDE": 1, "WINDOW": UNBOUNDED, "PACKED": sequences.is_packed, "CACHED": False}
     interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, pipeline, shared)
 
@@ -136,7 +136,7 @@ def scores(
     constants: dict[str, Any],
     pipeline: PipelineConfig,
 ) -> None:
-    """Write the importance of rows[0] .. rows[1] - 1, which are in `tiling`'s tiles from `first_tile` on.
+    """Write the importance of blocks for rows[0] .. rows[1] - 1, which are in `tiling`'s tiles from `first_tile` on.
 
     `constants` are those of the portable kernel.
     """
@@ -154,14 +154,14 @@ def scores(
 
 
 def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
-    """Write partial out and lse; `operands` and `constants` are those of the portable kernel, `num_items` a bound."""
+    """Write partial out and lse. `operands` and `constants` are those of the portable kernel; `num_items` is an upper bound."""
     from nsa_kernels_triton.hopper import selected_kernels as kernels
 
     kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_pipeline_constants(pipeline), **_options(pipeline))
 
 
 def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
-    """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
+    """Write partial dQ, and add dK and dV. `rest` and `constants` are those of the portable kernel; `num_items` is an upper bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
     sizes = _selected_constants(constants)
@@ -179,8 +179,8 @@ def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], consta
 def _launch_both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel without EXTREME and with it; all programs of one of the two return at once, before they write anything.
 
-    EXTREME restrains weights, and works where the flag of `no_extremes` is set; the other kernel works where it is not. The host never
-    reads the flag. Both loops in one kernel would take registers and instructions from the usual one.
+    The kernel with EXTREME, which limits weights, runs if the flag of `no_extremes` is set; otherwise the other one runs. The host never
+    reads the flag. If one kernel had both loops, the usual loop would have fewer registers and more instructions.
     """
     kernel.both(grid, "EXTREME")(*arguments, **constants)
 
@@ -225,6 +225,6 @@ def options_of_one(pipeline: PipelineConfig) -> dict[str, int]:
 
 
 def _gradients(x: Operands) -> tuple[Tensor, ...]:
-    """Return dout, shift, delta, extremes, and one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
+    """Return dout, shift, delta, extremes, and one branch's gates in float32 with the strides of all gates (without gates, an unread tensor)."""
     gate = x.delta if x.gates is None else x.gates.to(torch.float32)[..., x.gate]
     return x.dout, x.shift, x.delta, x.extremes, gate

@@ -1,7 +1,7 @@
 """Importance of blocks for compute capability 9.0: a producer warpgroup, four consumer warpgroups with rows of q in registers.
 
-Exponentials take as long as the products. So there are many warps with few registers each, and some multiply while others sum. Sums need
-few exchanges: a thread of a product's result holds all strides of a block.
+Exponentials take as long as the matrix products. So there are many warps with few registers each: some multiply while others sum. Sums need
+few exchanges, because in the result of a product one thread holds all strides of a block.
 """
 
 from triton.experimental import gluon
@@ -33,9 +33,9 @@ def _tile_of(
     SIZE: gl.constexpr, STRIDE: gl.constexpr, SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Return the tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
+    """Return tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
 
-    The longest rows come first. No block is scored if no query has a choice.
+    Tiles with the most keys come first. No block is scored if every query chooses all of its blocks.
     """
     is_tile, group, tile, q_row0, _num_rows, num_valid, position, key_row0 = locate_tile(
         item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
@@ -68,9 +68,9 @@ def _load_rows(
 
 @gluon.jit
 def _key_order(columns, PADDED_STRIDES: gl.constexpr):
-    """Return the stride of a tile's blocks in each column of its scores: whole blocks in a thread, alternating over four threads.
+    """Return which stride of a tile's blocks each column of the scores holds. A thread holds whole blocks; blocks alternate over four threads.
 
-    Thread c of four holds the columns 8 j + 2 c and 8 j + 2 c + 1.
+    Thread c of the four holds the columns 8 j + 2 c and 8 j + 2 c + 1.
     """
     number = columns // 8 * 2 + columns % 2
     return (number // PADDED_STRIDES * 4 + columns // 2 % 4) * PADDED_STRIDES + number % PADDED_STRIDES
@@ -105,7 +105,7 @@ def _load(
     SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the ring buffer with their keys; those beyond `end` are zeros."""
+    """Load the rows of the program's tiles, and fill the ring buffer with their keys; keys from `end` on are zeros."""
     HG: gl.constexpr = H // G
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
     loaded = 0
@@ -143,11 +143,11 @@ def _load(
 
 @gluon.jit
 def _sum_heads(values):
-    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which are in every fourth lane of a warp.
+    """Sum over the eight rows of (queries, 8, W), which are in every fourth lane of a warp; return (queries, 8, max(4, W / 8)).
 
-    With each exchange a lane passes on half of its columns and keeps the others: row r comes to hold the columns
-    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which are in four lanes, stay together: with fewer than 32 columns
-    several rows hold the same four.
+    In each exchange a lane passes on half of its columns and keeps the others. In the end row r holds the sums of the columns
+    r W / 8 to (r + 1) W / 8 - 1. The last four columns are in four lanes and stay together, so with fewer than 32 columns several rows
+    hold the same four.
     """
     for step in gl.static_range(3):
         if values.shape[2] > 4:
@@ -170,9 +170,10 @@ def _store(
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
     PART: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Write the importance of a tile's blocks. `reached` holds the share of the tile before in the first block; return that in the next tile's.
+    """Write the importance of a tile's blocks.
 
-    Every query sees all keys of the blocks up to `tail`, which is negative where some row's scores are extreme.
+    `reached` is the share that the previous tile adds to this tile's first block; return the share for the next tile. Every query sees all
+    keys of a tile that starts at block `tail` or before. `tail` is negative if strides are padded, or if some row's scores are extreme.
     """
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
     exponents = scores * factor - shift[:, None]
@@ -182,10 +183,10 @@ def _store(
         stride = in_order % PADDED_STRIDES
         keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
         if tail < 0:
-            # weights of extreme rows are at most 1
+            # limit the weights of extreme rows to 1
             exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME_SHIFT, float("inf"), 0.0)[:, None])
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
-    # after the masks, so that the assembler can sum some weights while others are computed
+    # after the masks, so that the assembler can interleave these exponentials with the sums of weights
     weights = gl.exp2(exponents)
     # a thread holds two of the 16 heads of a query, eight apart
     shares = gl.sum(weights.reshape([PART // 16, 2, 8, KEYS]), 1)
@@ -193,7 +194,7 @@ def _store(
     shares = shares.reshape([PART // 16, 8, BLOCKS, PADDED_STRIDES])
     LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout_of(shares))))
     strides = gl.arange(0, PADDED_STRIDES, LAST)
-    # the compiler drops an addition of -0; as a literal it would become 0
+    # -0, because the compiler drops an addition of -0. It is built from bits, because a literal -0 would become 0
     nothing = float_of(bits_of(gl.zeros_like(shares)) + -(2**31))
     own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
     whole = gl.sum(gl.where(own_weight == REACH, shares, nothing), 3)
@@ -207,10 +208,10 @@ def _store(
     SHARERS: gl.constexpr = max(1, 32 // WIDTH)
     sums = gl.convert_layout(_sum_heads(sums).reshape([PART // 16, 8 * COLUMNS]), SUMS)
     column = gl.arange(0, 8 * COLUMNS, gl.SliceLayout(0, SUMS))
-    # blocks in order, then the share that reaches over from each
+    # slots: the blocks in order, then the share that each block adds to the next one
     slot = column // (SHARERS * COLUMNS) * COLUMNS + column % COLUMNS
     if REACH > 1:
-        # a block's predecessor reaches over; the first slot takes the share of the next tile's first block
+        # add the share from the previous block. Slot 0 gathers the last block's share, which belongs to the next tile's first block
         source = gl.where(slot == 0, 2 * BLOCKS - 1, (BLOCKS + slot - 1) % (2 * BLOCKS))
         source = source // COLUMNS * (SHARERS * COLUMNS) + source % COLUMNS
         reaching = gl.gather(sums, source[None, :] + gl.zeros([PART // 16, 8 * COLUMNS], gl.int32, SUMS), 1)
@@ -239,7 +240,7 @@ def _score(
     SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write the scores of one quarter of the rows of the program's tiles."""
+    """Write the importance of blocks for one quarter of the rows of the program's tiles."""
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // 4
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
@@ -270,7 +271,7 @@ def _score(
             size = gl.abs(shift)
             extreme = gl.max(((size >= EXTREME_SHIFT) & (size < float("inf"))).to(gl.int32), 0)
             _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
-            # the first query sees all keys of the blocks before `tail`, and so does every other
+            # the first query, and so every query, sees all keys of tiles that start at block `tail` or before
             _first, full_end = visible_keys(position + query0, False, SIZE, STRIDE, 1)
             tail = full_end // STRIDES - BLOCKS if STRIDES == PADDED_STRIDES else -1
             tail = gl.where(extreme != 0, -1, tail)
@@ -288,7 +289,7 @@ def _score(
                 key_tile = (used + tile).to(gl.uint32)
                 stage = (key_tile % STAGES).to(gl.int32)
                 mbarrier.wait(k_full.index(stage), (key_tile // STAGES & 1).to(gl.int32))
-                # quarters start their products in turn: those that start together wait longer for them
+                # the quarters start their products in turn: if they start together, they wait longer
                 mbarrier.wait(turns.index(part), (key_tile & 1).to(gl.int32) ^ (1 if part == 0 else 0))
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 mbarrier.arrive(turns.index((part + 1) % 4), count=1)
@@ -337,7 +338,8 @@ def scores_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    # rows: every producer thread arrives once its copies have landed; keys: `hand_over` does for all; each quarter once it has read them
+    # rows: every producer thread arrives once its copies have landed. Keys: `hand_over` arrives once for all threads. Each quarter arrives
+    # once it has read them
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=4)
     for stage in gl.static_range(STAGES):

@@ -2,8 +2,8 @@
 
 A program has one producer and one consumer warpgroup; two or three programs share a multiprocessor. The producer warps gather
 an item's rows of q (in the backward pass also of dO) into a ring buffer of tiles; `selected.index_kernels` describes items. In the backward pass
-the consumer warps hold the block's dK and dV, and everything is transposed, (keys, rows), so that the weights of one product are the
-first operand of the next. In the forward pass the columns of v are permuted as they are loaded, so that a thread stores results of 16 bytes.
+the consumer warps hold the block's dK and dV. All matrices are transposed, (keys, rows), so that the weights, the result of one product, are
+the first operand of the next. In the forward pass the columns of v are permuted as they are loaded, so that a thread stores 16 bytes at a time.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
     start = gl.load(item + 1)
     end = gl.load(item + 2)
     key_row0 = gl.load(key_rows_ptr + index % num_pieces)
-    # the last query sees the most keys; later rows of a store may hold anything
+    # the item's last query sees the most keys; rows of a store after those may hold anything
     last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
     is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
     return index // num_pieces, start, end, gl.load(item + 3), key_row0, last_key, is_masked
@@ -51,7 +51,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
 
 @gluon.constexpr_function
 def tile_of(width, lane_columns):
-    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes per row of any width."""
+    """Return the layout of a tile of rows, with `lane_columns` lanes per row. Tiles of different widths then share their row indices."""
     return gl.BlockedLayout([1, width // lane_columns], [32 // lane_columns, lane_columns], [4, 1], [1, 0])
 
 
@@ -84,7 +84,7 @@ def gather(
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring buffer with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is signalled."""
+    """Fill the ring buffer with the tiles of an item. Rows beyond the last are zeros. FENCED: a fence precedes the signal that a tile is full."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -111,7 +111,7 @@ def gather(
         async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
         async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
         if FENCED:
-            # a third stage is filled before the second is announced, whose products start before the first is free
+            # two stages would deadlock: tile t + 1 is announced after tile t + 2 is filled; tile t is freed after tile t + 1's products start
             gl.static_assert(STAGES > 2)
             async_copy.commit_group()
             if tile > 0:
@@ -129,7 +129,7 @@ def weights_of(
     scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, is_masked, factor,
     GATED: gl.constexpr, EXTREME: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, times the gates, and their gradients, whose product is still in flight; EXTREME: as `tiles.restrained`."""
+    """Return a tile's weights, times the gates, and their gradients, whose product is still in flight. EXTREME: as `tiles.restrained`."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -180,10 +180,10 @@ def _multiply(
         barrier()
         dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-        # the next tile's scores are computed while this one's results leave
+        # the next tile's scores are computed while this tile's results are stored
         scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES, True)
         barrier()
-        # the epilogue of partial dQ reuses the tile of q, which has been read
+        # partial dQ reuses the shared memory of the tile of q, which is no longer needed
         q.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_parts(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
@@ -224,7 +224,7 @@ def add_or_store(
         target = sum_ptr + FIRST + keys[:, None] * D + columns[None, :]
         gl.store(target, gl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
-        # the whole tile: the gradient of a key that none of the item's queries sees is 0
+        # store the whole tile, because the gradient of a key that none of the item's queries sees is 0
         numbers = partial_index.to(gl.int64) * KEYS + in_piece
         target = partial_ptr + FIRST + numbers[:, None] * D + columns[None, :]
         gl.store(target, values, mask=mask_of(in_piece >= 0, columns, D - FIRST, WIDTH))
@@ -318,22 +318,22 @@ def backward_kernel(
 
 @gluon.jit
 def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
-    """Start copying 64 columns of values from FIRST on, in an order in which a thread of the product's result holds eight neighbours.
+    """Start copying 64 columns of values from FIRST on, in an order that gives each thread eight neighbouring columns of the product's result.
 
-    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e. Elements that do not exist are zero.
+    Of each 32 columns, column 8 j + 2 c + e comes from column 8 c + 2 j + e. Elements that do not exist are zero.
     """
     TILE: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 64, gl.SliceLayout(0, TILE))
     pairs = columns // 32 * 32 + columns // 2 % 4 * 8 + columns // 8 % 4 * 2
-    # by the pair: the compiler must see that its two columns share their mask
+    # the mask is computed for each pair, because the compiler must see that both columns of a pair have the same mask
     mask = mask_of(rows < num_keys, pairs, D_V - FIRST, 64)
     async_copy.async_copy_global_to_shared(smem, ptr + FIRST + (rows * (G * D_V))[:, None] + (pairs + columns % 2)[None, :], mask=mask)
 
 
 @gluon.constexpr_function
 def _of_pieces(num_rows):
-    """Return the layout of 64 unshuffled columns: eight neighbours to a thread, of a row and of the one eight below it."""
+    """Return the layout of 64 columns in their own order: a thread holds eight neighbours of a row, and of the row eight below."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [num_rows, 64]
     )
@@ -341,7 +341,7 @@ def _of_pieces(num_rows):
 
 @gluon.jit
 def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_V: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Write 64 columns of a tile's outputs from FIRST on to the rows `target`, 16 bytes a thread; no value changes its thread."""
+    """Write 64 columns of a tile's outputs from FIRST on to the rows `target`, 16 bytes a thread, without an exchange between threads."""
     PIECES: gl.constexpr = _of_pieces(ROWS)
     out = (acc * inverse[:, None]).to(dtype).reshape([ROWS, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, 64])
     columns = gl.arange(0, 64, gl.SliceLayout(0, PIECES))
@@ -356,7 +356,7 @@ def _gather_queries(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the keys and values of an item, and fill the ring buffer with its tiles of queries. Rows beyond the last are zeros."""
+    """Load the keys and values of an item, and fill the ring buffer with its tiles of queries. Rows beyond the last are zeros."""
     HG: gl.constexpr = H // G
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
@@ -419,7 +419,7 @@ def _attend(
         if is_masked:
             visible = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
         row_max = gl.max(visible, 1)
-        # as `tiles.coarser`; both shifts are computed before it is known which one is used: the exponentials wait for it
+        # as `tiles.coarser`. Both shifts are computed before it is known which one is used, because the exponentials wait for the result
         shift = row_max * factor
         is_usual = gl.abs(shift) < EXTREME
         row_factor = gl.where(is_usual, factor, coarse_factor)
@@ -436,7 +436,7 @@ def _attend(
             acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         if D_V > 128:
             acc3 = warpgroup_mma(left, v_smem.index(2), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
-        # the next tile's scores are computed while this one's results leave; after the last tile, with an old stage, and discarded
+        # the next tile's scores are computed while this tile's results are stored. After the last tile they come from an old stage and are discarded
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()

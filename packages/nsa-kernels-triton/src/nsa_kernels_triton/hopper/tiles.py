@@ -24,10 +24,10 @@ power_of_two = gluon.jit(tiles.power_of_two.fn)
 
 @gluon.jit
 def dscores_of(weights, dweights, delta, lowering, EXTREME: gl.constexpr, dtype: gl.constexpr):
-    """Return dS in `dtype`; for float16 it is multiplied by `lowering`, so that float16 holds it."""
+    """Return dS in `dtype`. For float16 it is multiplied by `lowering`, so that it does not overflow."""
     dscores = weights * (dweights - delta)
     if EXTREME:
-        # for keys that a row does not see, huge values may make dO . v infinite
+        # huge values may make dO . v infinite for keys that a row does not see; the weight of these keys is 0
         dscores = gl.where(weights == 0, 0.0, dscores)
     if dtype == gl.float16:
         dscores = dscores * lowering
@@ -48,7 +48,7 @@ def load_tile(
     ptr, smem, row, last_row,
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy columns FIRST .. FIRST + WIDTH - 1 of rows row .. row + ROWS - 1, which are HG of every H heads and D wide.
+    """Start to copy columns FIRST .. FIRST + WIDTH - 1 of rows row .. row + ROWS - 1. Rows are HG of every H heads, and D wide.
 
     Rows from `last_row` on and columns from D on are zeros.
     """
@@ -84,9 +84,9 @@ def locate_tile(
     item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Return whether tile number `item` exists, its group and its number in its sequence; the longest rows come first.
+    """Return whether tile number `item` exists, its group and its number in its sequence; tiles with the most keys come first.
 
-    Then, for that sequence: its first row, its rows, how many of them count, the first position, and the first key row.
+    Then, for that sequence: its first row, its number of rows, how many of them are valid, the first position, and the first key row.
     """
     tile = first_tile + num_tiles - 1 - item % num_tiles
     sequence = item // num_tiles % num_columns
@@ -129,13 +129,14 @@ def load_keys(
 
 @gluon.jit
 def hand_over(full, PENDING: gl.constexpr):
-    """Commit a stage to the consumer warps: all copies but the last PENDING groups have landed.
+    """Commit a stage to the consumer warps: wait until all copies except the last PENDING groups have landed.
 
-    Products read through another proxy than the copies write through. The fence between the two compiles to a barrier for all memory
-    operations of a thread. It is here and not before every product, because the consumer warps also store results.
+    wgmma reads shared memory through the async proxy, but the copies write through the generic proxy, so a fence is needed. It compiles to
+    a barrier for all memory operations of a thread. The producer warps execute it, because the consumer warps would also wait for their
+    own stores of results.
     """
     async_copy.wait_group(PENDING)
-    # a thread waits for its own copies, and one arrives for all
+    # each thread waited for its own copies, so all threads meet here; then one arrives for all
     barrier()
     fence_async_shared()
     mbarrier.arrive(full, count=1)
@@ -143,7 +144,7 @@ def hand_over(full, PENDING: gl.constexpr):
 
 @gluon.jit
 def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
-    """Start a tile's products of queries and keys, or of dO and values, into the registers of `scores`; operands have one part or two."""
+    """Start the product of a tile of queries and keys, or of dO and values, in the registers of `scores`; operands have one part or two."""
     scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
     if K2 > 0:
         scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
@@ -152,7 +153,10 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
 
 @gluon.jit
 def start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr):
-    """Start the products of keys with a tile of rows; beyond the last tile, those of an old stage are discarded. FENCED: a fence precedes `full`."""
+    """Start the products of keys with a tile of rows. Beyond the last tile they use an old stage and must be discarded.
+
+    FENCED: the producer warps have executed the fence before they signalled `full`.
+    """
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
     if not FENCED:
@@ -162,7 +166,7 @@ def start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, scores, K2: gl.co
 
 @gluon.jit
 def bits_of(x):
-    """Return the bits of float32 values as integers; those of values from 0 on have the values' order."""
+    """Return the bits of float32 values as integers. For values >= 0 the integers have the order of the values."""
     return x.to(gl.int32, bitcast=True)
 
 
@@ -174,13 +178,13 @@ def float_of(bits):
 
 @gluon.jit
 def reciprocal(x):
-    """Return 1 / x of float32 x from 2^-126 to 2^126, to one unit in the last place. A division takes six instructions more, for all x."""
+    """Return 1 / x for float32 x from 2^-126 to 2^126, to one unit in the last place. A division, for all x, takes six instructions more."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def power_near_one(x):
-    """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products; the unit of `gl.exp2` limits these kernels."""
+    """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products, because the hardware unit of `gl.exp2` limits these kernels."""
     # the Taylor series: ln 2 to the powers 1 .. 4 over their factorials
     return 1 + x * (0.69314718 + x * (0.24022651 + x * (0.055504109 + x * 0.0096181291)))
 
@@ -198,5 +202,5 @@ def _exchange_code(distance):
 
 @gluon.jit
 def exchange_lanes(x, DISTANCE: gl.constexpr):
-    """Return the float32 values that the lane whose number differs in the bit DISTANCE holds in the same registers."""
+    """Return the float32 values of the same registers in the lane whose number differs in bit DISTANCE (a power of two)."""
     return gl.inline_asm_elementwise(_exchange_code(DISTANCE), "=f,f", [x], gl.float32, is_pure=False, pack=1)

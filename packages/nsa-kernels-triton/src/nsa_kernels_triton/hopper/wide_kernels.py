@@ -1,7 +1,7 @@
 """Backward of attention over chosen blocks for compute capability 9.0 and wide heads: a producer warpgroup, two consumer warpgroups.
 
 One consumer warpgroup holds dV and computes the first columns of partial dQ; the other holds dK and computes the remaining columns. Both compute
-weights and their gradients rather than exchange them, so neither waits for the other.
+the weights and their gradients instead of exchanging them, so that neither waits for the other.
 """
 
 from triton.experimental import gluon
