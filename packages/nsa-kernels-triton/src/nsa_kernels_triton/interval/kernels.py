@@ -1,7 +1,7 @@
 """Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
 
-A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys for any HG. The keys of a
-tile are those of its first to its last query; both ends are masked, the middle is not.
+A row is one (query, head of the group), with number query * HG + head. So the rows of a tile share their group's keys for any HG. A tile reads
+the keys from its first query's first to its last query's last; the tiles of keys at both ends are masked, those between are not.
 """
 
 import triton
@@ -85,7 +85,7 @@ def _forward_step(
     row_factor = coarser(largest * factor, factor, coarse_factor)
     weights = exponential(tl.fma(products, row_factor[:, None], -(largest * row_factor)[:, None]), EXACT)
     if MASK != NONE:
-        # masked after it is scaled: 0 * -inf would be NaN
+        # masked after the scores are scaled, because 0 * -inf would be NaN
         weights = tl.where(is_visible, weights, 0.0)
     rescale = tl.where(row_max == float("-inf"), 0.0, exponential((row_max - largest) * row_factor, EXACT))
     row_sum = row_sum * rescale + tl.sum(weights, 1)
@@ -100,7 +100,7 @@ def _forward_step(
 def _key_loops(
     t_first, t_last, BLOCK_KEYS: tl.constexpr, IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Return where the keys of queries t_first .. t_last start, from where and until where all of them see whole tiles, and the end."""
+    """Return start, middle, tail, end. Queries t_first .. t_last see keys start .. end - 1; all of them see the whole tiles of middle .. tail - 1."""
     start, full_end = visible_keys(t_first, IS_WINDOW, SIZE, STRIDE, WINDOW)
     full_start, end = visible_keys(t_last, IS_WINDOW, SIZE, STRIDE, WINDOW)
     if t_last < t_first:
@@ -121,9 +121,9 @@ def forward_kernel(
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one tile of rows, the longest rows first.
+    """Write out and lse of one tile of rows; tiles with the most keys come first.
 
-    The grid is (tiles * columns * G,); a column is a sequence, or all packed ones.
+    The grid is (tiles * columns * G,). A column is one sequence; packed sequences are one column together.
     """
     HG: tl.constexpr = H // G
     tile, sequence, group = program_position(num_tiles, num_columns)
@@ -196,7 +196,7 @@ def _dq_step(
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1, dS times `lowering`; the scale is applied to the sum.
+    """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1, with dS times `lowering`. The caller multiplies the sum by the scale.
 
     A masked tile may hold extreme rows. From key `ends_from` on, some row sees only a part of the tile.
     """
@@ -294,7 +294,7 @@ def dq_kernel(
                 acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
                 factor, start, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
             )  # fmt: skip
-    # if a row is extreme, every tile goes through the masked loop
+    # if a row is extreme, the masked loop computes every tile
     unmasked_end = tl.where(is_extreme, middle, tail)
     for key in tl.range(middle, unmasked_end, BLOCK_KEYS):
         acc1, acc2 = _dq_step(
@@ -306,7 +306,7 @@ def dq_kernel(
             acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
             factor, tail, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
-    # a row that does not count may hold NaN
+    # an invalid row may hold NaN
     counts = (t >= 0)[:, None]
     acc1 = tl.where(counts, acc1 * (scale * gate)[:, None], 0.0)
     if ADD:
@@ -334,7 +334,7 @@ def _dkdv_step(
     rows = row + tl.arange(0, BLOCK_ROWS)
     exists = rows < last_row
     if BLOCK_ROWS % HG == 0:
-        # rows start at a query's first head: one number changes from tile to tile
+        # a tile starts at a query's first head, so only one number changes from tile to tile
         lanes = tl.arange(0, BLOCK_ROWS)
         heads = lanes // HG * H + lanes % HG
         skipped = wide(row // HG) * H
@@ -397,12 +397,12 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Write the parts of dK and dV of one tile of keys that come from the queries of one split; grid (tiles * splits * columns * G,).
 
-    Splits begin at the sequence's start and have `split_queries` queries each. Split s writes row s * num_key_rows + key row, so that
-    their sum has one order. A split without a query writes zeros.
+    Splits begin at the sequence's start and have `split_queries` queries each. Split s writes to row s * num_key_rows + key row, so that the
+    splits can be summed in a fixed order. A split without a query writes zeros.
     """
     HG: tl.constexpr = H // G
     tile, sequence, group = program_position(num_tiles * num_splits, num_columns)
-    # late splits first: they meet every key, the early ones only some
+    # late splits first: their queries see every key, those of early splits only some
     split = num_splits - 1 - tile // num_tiles
     tile = tile % num_tiles
     if PACKED:
@@ -455,7 +455,7 @@ def dkdv_kernel(
     dk2 = tl.zeros([BLOCK_KEYS, K2 if K2 > 0 else 16], tl.float32)
     dv1 = tl.zeros([BLOCK_KEYS, V1], tl.float32)
     dv2 = tl.zeros([BLOCK_KEYS, V2 if V2 > 0 else 16], tl.float32)
-    # if a row is extreme, every tile goes through the masked loop
+    # if a row is extreme, the masked loop computes every tile
     tail = tl.where(tl.load(extremes_ptr) != 0, middle, tail)
     lowering = 1.0
     if q_ptr.dtype.element_ty == tl.float16:
@@ -498,10 +498,10 @@ def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_row_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` the lse, float32, for each (query, head).
+    """Write, for each (query, head), delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` lse, both in float32.
 
-    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). Programs from
-    `num_row_programs` on note those of the values.
+    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). Programs from number
+    `num_row_programs` on find the extremes of the values.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     if tl.program_id(0) >= num_row_programs:
@@ -526,9 +526,9 @@ def branch_deltas_kernel(
     deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_row_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
+    """Write dO . O of the three branches twice: as delta, float32 (3, rows), and as the gradient of the gates, (rows, 3).
 
-    Write also the shifts of their scores, float32 (3, rows), and their extremes, int32 (3, 4), as `delta_kernel` does.
+    Also write the shifts of the scores, float32 (3, rows), and the extremes, int32 (3, 4), as `delta_kernel` does.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     if tl.program_id(0) >= num_row_programs:
@@ -573,8 +573,8 @@ def _store_delta(
     out_ptr, lse_ptr, dout, dlse, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write delta, the shift of the scores, and whether that of some row is WIDEST_REFINED or more, or its dO HUGE; return delta."""
-    # a sum, because a maximum may hide NaN
+    """Write delta and the shift of the scores; set the flag of the extremes if some shift is WIDEST_REFINED or more, or dO HUGE. Return delta."""
+    # a sum, because a maximum could hide NaN
     size = tl.sum(tl.abs(dout), 1)
     has_gradient = (size != 0) | (dlse != 0)
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
@@ -583,7 +583,7 @@ def _store_delta(
     lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
     shift = shift_of(lse, EXACT, RESTRAINED)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
-    # NaN is not below
+    # `== 0` also catches NaN
     _mark(extremes_ptr, (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0) | ((size < HUGE) == 0))
     return delta
 
@@ -592,7 +592,7 @@ def _store_delta(
 def _note_values(
     v_ptr, extremes_ptr, block, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Note the extremes of a block of rows of values: whether a number is HUGE, or for float16 the largest squared norm."""
+    """Record the extremes of a block of rows of values: whether a number is HUGE, or, for float16, the largest squared norm."""
     rows = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
     if HALF:
@@ -603,7 +603,7 @@ def _note_values(
 
 @triton.jit
 def _mark(extremes_ptr, is_extreme):
-    """Set the flag of the extremes if some row is extreme; every such row stores, because a reduction costs time if no row is."""
+    """Set the flag of the extremes if some row is extreme. Each such row stores it: a reduction would take time even if no row is extreme."""
     tl.store(extremes_ptr + tl.zeros_like(is_extreme.to(tl.int32)), tl.full(is_extreme.shape, 1, tl.int32), mask=is_extreme)
 
 
@@ -619,7 +619,7 @@ def note_largest(extreme_ptr, numbers):
 @CachedLaunch
 @triton.jit
 def add_splits_kernel(dk_splits_ptr, dv_splits_ptr, dk_ptr, dv_ptr, num_k, num_v, splits, BLOCK: tl.constexpr):
-    """Write the sums of `splits` rows, of num_k and of num_v numbers, added in order; grid (blocks of the longer rows, 2)."""
+    """Write the sums of `splits` rows, which have num_k and num_v numbers, added in order; grid (blocks of the longer rows, 2)."""
     if tl.program_id(1) == 0:
         _add_splits(dk_splits_ptr, dk_ptr, num_k, splits, BLOCK)
     else:

@@ -20,7 +20,7 @@ from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
 from nsa_kernels_triton.tile_table import parts_of
 
 PROGRAMS_WANTED = 2048
-"""Number of programs that balances dK/dV over a large GPU; half as many if each has a multiprocessor to itself."""
+"""Number of programs of dK/dV that keeps a large GPU evenly busy; half as many if each has a multiprocessor to itself."""
 MAX_SPLITS = 16
 """Maximum number of partial dK/dV buffers, float32 each."""
 MIN_SPLIT_QUERIES = 256
@@ -139,9 +139,12 @@ def attend_into(
     sequences: Sequences,
     limit: int | None = None,
 ) -> None:
-    """Write out, lse and the exact out; with `limit`, of at least the first `limit` queries of each sequence."""
+    """Write out, lse and, unless it is None, the exact out.
+
+    With `limit`, only tiles with the first `limit` queries of each sequence are computed.
+    """
     if scale < 0:
-        # the kernel scales a maximum, which a negative factor would turn into a minimum
+        # the kernel finds the maximum before it scales; a negative factor would turn it into the minimum
         q, scale = -q, -scale
     kind = "window_forward" if is_window else "compressed_forward"
     tiles = kernel_for(kind, q, v, k, scale_is_positive=scale > 0, is_ring=sequences.is_ring)
@@ -189,7 +192,7 @@ def branch_deltas(
 
 
 def _over_rows(dout: Tensor, *values: Tensor) -> tuple[tuple[int], int, dict[str, Any]]:
-    """Return the grid of the kernels that read every row of dO and then of values, how many programs read dO, and the constants."""
+    """Return grid and constants of the kernels that read every row of dO and then of values, and how many of their programs read dO."""
     width = next_power_of_2(dout.shape[3])
     # few rows and warps, so that many programs overlap their loads; 4,096 numbers and 4 warps took 7 % longer on an H200
     block = max(1, 1024 // width)
@@ -203,7 +206,7 @@ def _backward_constants(x: Operands) -> dict[str, Any]:
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv. dQ is added to `dq`, if given. dk and dv are computed on the second stream: call `join_stream` before their use.
+    """Return dq, dk, dv. dQ is added to `dq`, if given. dk and dv are computed on the second stream: call `join_stream` before you read them.
 
     If `x.is_empty`, nothing is launched.
     """
@@ -217,9 +220,10 @@ def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Ten
 
 
 def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int) -> None:
-    """Add to dq, and write to float32 dk and dv, the gradients of the first `limit` queries of each sequence, whose window has `limit` tokens.
+    """Compute the gradients of the first `limit` queries of each sequence; their window has `limit` tokens.
 
-    Tiles of rows end at `limit`, which is a multiple of the first of `tile_sizes`. Later keys are not changed.
+    dQ is added to `dq`; dK and dV are written to float32 `dk` and `dv`, except for keys from position `limit` on. `limit` must be a multiple of
+    the first of `tile_sizes`, so that tiles of rows end there.
     """
     _launch_dq(x, dq, adds=True, limit=limit)
     tiles = kernel_for("interval_dkdv", x.q, x.v, x.k, x.dout)
@@ -227,7 +231,7 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the minimum of queries whose rows fill whole tiles of the dQ kernel, and the keys in a tile of dK and dV."""
+    """Return the smallest number of queries whose rows fill whole tiles of the dQ kernel, and the keys in a tile of dK and dV."""
     rows = kernel_for("interval_dq", q, v, k).block_rows
     return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), kernel_for("interval_dkdv", q, v, k).block_keys
 
@@ -267,7 +271,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
         else:
             dk_parts, dv_parts = (torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
         if x.sequences.is_packed:
-            # rows beyond the last sequence's keys belong to no tile
+            # no tile covers the rows after the last sequence's keys
             dk_parts.zero_()
             dv_parts.zero_()
         _launch_dkdv(x, dk_parts, dv_parts, tiles, split_queries=split_queries)
@@ -277,7 +281,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 ADDED = 1024
-"""Numbers per program that adds splits."""
+"""Elements per program that adds splits."""
 
 
 def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -290,7 +294,7 @@ def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> No
 
 
 def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, tiles: Config, *, split_queries: int, limit: int | None = None) -> None:
-    """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
+    """Write dK and dV `(splits, B, T, G, D)`; each split covers `split_queries` queries of every sequence."""
     q, k, v, sequences = x.q, x.k, x.v, x.sequences
     tiling = sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True, limit=limit)
     grid = tiling.grid(k.shape[2], dk.shape[0])

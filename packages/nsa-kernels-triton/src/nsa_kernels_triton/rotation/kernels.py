@@ -12,7 +12,7 @@ def _rotate(
     x_ptr, out_ptr, frequencies_ptr, row, tile, position, factor,
     HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the heads of one row, rotated at `position`. `frequencies_ptr` (2 * HALF,): negated, then as they are."""
+    """Write a tile of the heads of one row, rotated at `position`. `frequencies_ptr` (2 * HALF,): negated frequencies, then the frequencies."""
     heads, columns = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, WIDTH)
     is_column = columns < HALF
     angles = position.to(tl.float32) * tl.load(frequencies_ptr + HALF + columns, mask=is_column, other=0.0)
@@ -33,7 +33,7 @@ def rotate_kernel(
     A_HEADS: tl.constexpr, B_HEADS: tl.constexpr, C_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the rows (sequences * num_new, heads, 2 * HALF) of a, b, c and d; one that is None has 0 heads.
+    """Rotate the rows (sequences * num_new, heads, 2 * HALF) of a, b, c and d; an absent tensor is None, with 0 heads.
 
     Grid: (rows, tiles of BLOCK_HEADS heads of a, then of b, c and d).
     """

@@ -10,7 +10,7 @@ from nsa_kernels_triton.rotation import kernels
 MOST_TENSORS = 4
 """Maximum number of tensors of heads that one launch rotates."""
 BLOCK_HEADS = 4
-"""Heads per program: gives enough programs for a step of one token, and computes few cosines twice."""
+"""Heads per program. This gives enough programs for a step of one token; with fewer heads, more cosines would be computed twice."""
 
 
 def rotate(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
@@ -28,7 +28,7 @@ def rotate(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> t
 
 def _rotate(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
     given = [x.detach().contiguous() for x in heads]
-    # not empty_like: a view's strides are not those of its copy
+    # not empty_like, which would keep the strides of a view; the outputs are contiguous
     found = [x.new_empty(x.shape) for x in given]
     frequencies, start = rope.kept_frequencies(start.device), start.contiguous()
     batch, num_new, _, head_dim = given[0].shape

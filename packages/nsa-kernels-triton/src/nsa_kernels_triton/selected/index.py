@@ -13,24 +13,25 @@ from nsa_kernels_triton.selected import index_kernels
 CHUNK_BYTES = 3 * 2**29
 """Maximum bytes of the partial results of one chunk of queries.
 
-The rows of a chunk are a power of two: at n = 16 and H = 64, heads of 96 and 192 columns use all of it, those of 64 and 128 1 GiB.
+The number of rows of a chunk is a power of two. So at n = 16 and H = 64, heads of 96 and 192 columns use all of it, and heads of 64 and 128
+columns use 1 GiB.
 """
 MAX_CHUNK_ROWS = 8192
 WORD_ROWS: int = index_kernels.WORD_ROWS.value
 MIN_CHUNK_ROWS = WORD_ROWS
 COUNTED_WORDS = 1024
-"""Words per program that counts their bits."""
+"""Words whose bits one program counts."""
 CUT_ITEMS = 1024
-"""Maximum items per program that divides lists into items."""
+"""Maximum number of items that one program makes from lists."""
 LISTED_BYTES = 2**25
-"""Maximum bytes of the tables and lists that one launch makes for several chunks."""
+"""Maximum bytes of the tables and lists that one launch builds for several chunks."""
 FORWARD_ITEM_ROWS = 2048
-"""Rows (queries times heads of a group) of one work item: a block that every query chose has many items.
+"""Maximum rows (queries times heads of a group) of one work item. A block that every query chose has many items.
 
-With small items a launch ends evenly.
+With small items all multiprocessors finish a launch at about the same time.
 """
 BACKWARD_ITEM_ROWS = 4096
-"""The same for the backward pass, in which every item except the first of a list has its own dK and dV, which must be added."""
+"""The same for the backward pass. It is larger: each item after a list's first has its own partial dK and dV, which must be added."""
 
 
 class Pieces(NamedTuple):
@@ -39,9 +40,9 @@ class Pieces(NamedTuple):
     block_size: int
     per_block: int
     size: int
-    """Keys of a piece; a block's last one may be shorter."""
+    """Keys of a piece; a block's last piece may be shorter."""
     keys: int
-    """Keys of the tile: the next power of two, at least 16."""
+    """Keys of the tile that holds a piece: the next power of two, at least 16."""
 
 
 def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
@@ -56,7 +57,7 @@ class Index(NamedTuple):
 
     block_indices: Tensor
     rows: Tensor
-    """int32 (3, B * S): position, key row of the own token, first piece of the sequence."""
+    """int32 (3, B * S): for each row of q its position, the key row of its own token, and the first piece of its sequence."""
     key_rows: Tensor
     """int32 (num_pieces,): the first key row of each piece that a row may have chosen."""
     pieces: Pieces
@@ -74,13 +75,13 @@ class Index(NamedTuple):
     sequence_rows: int
     """Rows of each sequence, if all have the same number and start with their first token; else 0."""
     left_out: tuple[int, int]
-    """Numbers of blocks at the start of a sequence, and up to a query's own, that another kernel attends to."""
+    """Number of initial blocks and number of local blocks that another kernel attends to."""
     bits: Tensor | None
     """int64 (B * S, G): the bits of the blocks that each query before the first position chose."""
 
     @property
     def item_slots(self) -> int:
-        """Return a bound on the items of one list, a power of two."""
+        """Return an upper bound on the number of items of one list, a power of two."""
         return next_power_of_2(cdiv(self.chunk_rows, self.item_queries))
 
     @property
@@ -90,16 +91,16 @@ class Index(NamedTuple):
 
     @property
     def num_entries(self) -> int:
-        """Return a bound on the entries of a chunk's lists."""
+        """Return an upper bound on the number of entries of a chunk's lists."""
         return self.chunk_rows * self.num_groups * self.slots
 
     @property
     def words(self) -> int:
-        """Return the words of bits of one list."""
+        """Return the number of words that hold the bits of one list."""
         return self.chunk_rows // WORD_ROWS
 
     def pieces_until(self, last_row: int) -> int:
-        """Return a bound on the pieces that the rows before `last_row` see, a multiple of 16: kernels are compiled for such numbers."""
+        """Return an upper bound on the number of pieces that rows before `last_row` see: a multiple of 16, to which Triton specialises kernels."""
         found = self.num_pieces
         if self.sequence_rows:
             sequence, position = divmod(last_row - 1, self.sequence_rows)
@@ -119,9 +120,9 @@ class Chunk(NamedTuple):
     """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
     entries: Tensor
     items: Tensor
-    """int32 (bound, 4)"""
+    """int32 (bound on items, 4); see `index_kernels.cut_kernel`."""
     num_items: Tensor
-    """int32 (1,): number of existing items."""
+    """int32 (1,): number of items that exist."""
     present: Tensor
     """int8 (rows, G, slots): 1 if the partial result of a slot is written, for rows before `last_row`."""
 
@@ -138,9 +139,9 @@ def index_of(
     first_position: int,
     left_out: tuple[int, int] = (0, 0),
 ) -> Index:
-    """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
+    """Return the index of the queries from `first_position` on, for a pass whose partial results take `row_bytes` per (query, head, slot).
 
-    A work item has at most `item_rows` rows. If blocks are left out, the queries before `first_position` choose only blocks below 64,
+    A work item has at most `item_rows` rows. If blocks are left out, the queries before `first_position` must choose only blocks below 64,
     and none twice.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
@@ -228,7 +229,7 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
     index_kernels.cut_kernel[(cdiv(num_lists, block) * num_chunks,)](
         ends, items, num_lists, num_items, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
     )
-    # one call of torch for all chunks
+    # one call per tensor for all chunks, because each call of torch takes host time
     of_chunks = zip(*(x.unbind() for x in (ends, entries, items, ends[:, 1, -1:], present)), strict=True)
     firsts = range(first_row, last_row, chunk_rows)
     return [Chunk(first, min(first + chunk_rows, last_row), num_pieces, *each) for first, each in zip(firsts, of_chunks, strict=True)]

@@ -1,9 +1,9 @@
 """Invert the choice: list the queries of every block in ascending order, by a table of bits and their ranks.
 
-A *piece* is a block of the choice, or one of PIECES parts of a large one. Pieces of all sequences share one numbering
-of `num_pieces`; list group * num_pieces + piece holds the queries that chose it, so that a group's queries stay in the
-cache. Lists cover one chunk of query rows. A launch builds the lists of several chunks, of WORDS * WORD_ROWS rows each, one after
-the other in every tensor.
+A *piece* is a selection block, or one of PIECES parts of a large block. The pieces of all sequences are numbered from 0 to num_pieces - 1.
+List group * num_pieces + piece holds the queries that chose the piece. The lists of a group are neighbours, so that the group's queries
+stay in the cache. A list covers one chunk of query rows. A launch builds the lists of several chunks, of WORDS * WORD_ROWS rows each; in every
+tensor the chunks follow one another.
 """
 
 import triton
@@ -13,7 +13,7 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import count_bits, find_sequence, program_position
 
 WORD_ROWS = tl.constexpr(32)
-"""Number of queries whose choice of one piece is a word of bits."""
+"""Number of queries whose bits for one piece share a word."""
 
 
 @CachedLaunch
@@ -25,11 +25,11 @@ def describe_rows_kernel(
     SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, PACKED: tl.constexpr, CACHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write int32 (3, rows) of the rows of q: each one's position (-1: does not count), its token's key row, its sequence's first piece.
+    """Write int32 (3, rows): for each row of q its position (-1: invalid), its token's key row, and its sequence's first piece.
 
-    Without a cache every token has a row, and the row of a piece's first token writes the piece's first key row.
-    With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
-    of them twice; grid (cdiv(rows, BLOCK) * G,), without it (cdiv(rows, BLOCK),).
+    Without a cache every token has a row, and the row of a piece's first token writes the piece's first key row. With `bits_ptr`, int64
+    (rows, G), also write the bits of the blocks that rows before `first_position` chose; these blocks must be below 64, and none may be chosen
+    twice. Grid: (cdiv(rows, BLOCK) * G,) with `bits_ptr`, else (cdiv(rows, BLOCK),).
     """
     number, group, _ = program_position(tl.cdiv(num_rows, BLOCK), G)
     row = number * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def describe_rows_kernel(
         start = tl.load(cu_seqlens_ptr + sequence)
         position = row - start
         key_row = row
-        # distinct for every sequence, empty ones included: its blocks are at most length // size + 1
+        # every sequence gets its own pieces, even an empty one, because it has at most length // size + 1 blocks
         piece = (start // SELECTION_SIZE + sequence) * PIECES
     else:
         sequence = row // num_queries
@@ -51,7 +51,7 @@ def describe_rows_kernel(
             position = tl.where(position < count, position + tl.load(query_start_ptr + sequence, mask=exists, other=0), -1)
         key_row = sequence * num_keys + position
         piece = sequence * tl.cdiv(num_keys, SELECTION_SIZE) * PIECES
-    # a comparison of vectors: Triton 3.9's interpreter refuses a comparison with a number in the mask of a store
+    # compare with a vector, because Triton 3.9's interpreter refuses a comparison with a number in the mask of a store
     is_first = row < tl.where(group == 0, num_rows, 0)
     tl.store(rows_ptr + row, position, mask=is_first)
     tl.store(rows_ptr + num_rows + row, key_row, mask=is_first)
@@ -80,9 +80,9 @@ def mark_kernel(
 ):  # fmt: skip
     """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows * G * chunks,).
 
-    Write which slots (row - first row, G, slots) of the choice count. Blocks outside 0 .. own do not count, a block that is chosen twice
-    counts once, by its first slot, and no row counts whose position is below `first_position`. The first NUM_INITIAL blocks do not
-    count, and the last NUM_LOCAL up to the own do not. With a cache, write the first key row of the pieces that count, too.
+    Also write which slots (row - first row, G, slots) of the choice count. These do not count: rows at positions below `first_position`, blocks
+    outside 0 .. own, the second slot of a block that is chosen twice, the first NUM_INITIAL blocks, and the last NUM_LOCAL blocks up to the
+    row's own. With a cache, also write the first key row of each piece that counts.
     """
     word, group, chunk = program_position(num_words, G)
     first_row += chunk * (WORDS * WORD_ROWS)
@@ -101,7 +101,7 @@ def mark_kernel(
     in_choice = (slots < NUM_SELECTED)[None, :]
     source = (row.to(tl.int64) * G + group) * NUM_SELECTED
     block = tl.load(indices_ptr + source[:, None] + slots[None, :], mask=exists[:, None] & in_choice, other=-1)
-    # at position -1 the division gives 0, and no piece starts early enough
+    # position -1 needs no case of its own: the division gives 0, and no piece starts early enough
     is_block = (block >= NUM_INITIAL) & (block <= position[:, None] // SELECTION_SIZE - NUM_LOCAL)
     for slot in tl.range(0, NUM_SELECTED - 1):
         earlier = tl.load(indices_ptr + source + slot, mask=exists, other=-1)
@@ -126,7 +126,7 @@ def mark_kernel(
 def count_kernel(
     marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write how many bits of its list come before each word, and int32 (3, lists): queries, items, items beyond the first of each list.
+    """Write how many bits of its list come before each word; and int32 (3, lists): for each list its queries, items, and items after the first.
 
     Grid (cdiv(lists, BLOCK) * chunks,).
     """
@@ -192,8 +192,8 @@ def list_kernel(
 def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the work items of the lists, at most `num_items` of a chunk; grid (cdiv(lists, BLOCK) * chunks,).
 
-    An item is int32 (4,): list, first entry, last entry + 1, and the index of its split-K partial of dK and dV; -1 for the list's
-    first item, whose gradients are added to the sum.
+    An item is int32 (4,): list, first entry, last entry + 1, and the index of its split-K partial of dK and dV. The index is -1 for the list's
+    first item, whose gradients are added to the sum directly.
     """
     blocks = tl.cdiv(num_lists, BLOCK)
     number = tl.program_id(0) % blocks

@@ -1,6 +1,6 @@
-"""Forward and backward over the lists of `index_kernels`: one program per work item, partial results per (query, slot), merged.
+"""Forward and backward over the lists of `index_kernels`: one program per work item writes partial results per (query, slot); then they are merged.
 
-The rows of an item are its queries times the heads of their group. No sum uses atomics, and every sum has one order.
+The rows of an item are its queries times the heads of their group. No sum uses atomics, and every sum has a fixed order.
 """
 
 import triton
@@ -34,12 +34,12 @@ def _load_item(
     items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return an item's group, first entry, end, index of its split-K partial, key rows, and which of these some row may see."""
+    """Return an item's group, first entry, end, index of its split-K partial, key rows, and which of the key rows some query may see."""
     target = items_ptr + tl.program_id(0) * 4
     index = tl.load(target)
     start = tl.load(target + 1)
     end = tl.load(target + 2)
-    # the last query sees the most; beyond it a store may hold anything
+    # the last query sees the most keys; rows of a store after those may hold anything
     last = first_row + tl.load(entries_ptr + end - 1) // SLOTS_TOTAL
     last_key = tl.load(rows_ptr + num_rows + last)
     in_piece = tl.arange(0, KEYS)
@@ -76,7 +76,7 @@ def forward_kernel(
         k2 = load_columns(k_ptr, keys * D_K, key_mask, K1, K2, D_K, True)
     if V2 > 0:
         v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
-    # beyond every query
+    # masked keys get a row after every query, so that no query sees them
     seen_keys = tl.where(key_mask, key_rows, 0x7FFFFFFF)
     # offsets within a chunk fit 32 bits
     q_ptr += (wide(first_row) * H + group * HG) * D_K
@@ -84,7 +84,7 @@ def forward_kernel(
     lse_ptr += group * (SLOTS_TOTAL * HG)
     num_item_rows = (end - start) * HG
     rows = tl.arange(0, BLOCK_ROWS)
-    # fetched one tile ahead: the rows of q wait for it
+    # loaded one tile ahead, because the loads of q wait for it
     next_entry = tl.load(entries_ptr + start + rows // HG, mask=rows < num_item_rows, other=0)
     for row in tl.range(0, num_item_rows, BLOCK_ROWS):
         rows = row + tl.arange(0, BLOCK_ROWS)
@@ -105,7 +105,7 @@ def forward_kernel(
         # rows that do not exist see nothing
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
         row_factor = coarser(row_max * factor, factor, coarse_factor)
-        # masked after it is scaled: 0 * -inf would be NaN
+        # masked after the scores are scaled, because 0 * -inf would be NaN
         weights = exponential(tl.fma(scores, row_factor[:, None], -(row_max * row_factor)[:, None]), EXACT)
         weights = tl.where(is_visible, weights, 0.0)
         row_sum = tl.sum(weights, 1)
@@ -131,8 +131,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: also write Eq. 5's gated sum of the branches.
 
-    SHARED: `out_ptr` and `lse_ptr` hold one more partial output of every row. Otherwise they hold the final outputs of the rows whose
-    position is below `first_position`; without `out_ptr` there are none. KEEPS: merged outputs are stored there.
+    SHARED: `out_ptr` and `lse_ptr` hold one more partial output of every row. Otherwise they hold the final outputs of rows at positions below
+    `first_position`; without `out_ptr` there are no such rows. KEEPS: merged outputs are stored in `out_ptr`.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -158,7 +158,7 @@ def merge_kernel(
     if SHARED:
         total = tl.exp(own - shift)
         acc = load_columns(out_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * total[:, None]
-        # this kernel writes these elements below
+        # all reads come before the writes of these elements below
         tl.debug_barrier()
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
@@ -166,7 +166,7 @@ def merge_kernel(
         part = load_columns(parts_ptr, ((source + slot) * HG + head) * D_V, is_present, 0, WIDTH, D_V, True)
         acc += part.to(tl.float32) * weight[:, None]
         total += weight
-    # a row whose lse is NaN sees something
+    # a row whose lse is NaN does see keys
     sees_any = largest != float("-inf")
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     merged = exists
@@ -205,7 +205,7 @@ def _add_or_store(
         target = sum_ptr + keys[:, None] * NUM_COLUMNS + columns[None, :]
         tl.store(target, tl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
-        # the whole tile: the gradient of a key that none of the item's queries sees is 0
+        # store the whole tile, because the gradient of a key that none of the item's queries sees is 0
         numbers = partial_index.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
         tl.store(partial_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
 
@@ -220,7 +220,10 @@ def backward_kernel(
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), for float16 still lowered, and dK, dV of one item's keys; grid (bound on items,)."""
+    """Write partial dQ (rows, G, slots, H/G, D_k) and dK, dV of one item's keys; grid (bound on items,).
+
+    For float16, partial dQ is still multiplied by the power of two of `tiles.lowered_by`.
+    """
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
@@ -300,7 +303,7 @@ def backward_kernel(
             dv2 = dot(tl.trans(weights), dout2, dv2)
         dk1 = dot(tl.trans(dscores), q1, dk1)
         dq1 = dot(dscores, k1, tl.zeros([BLOCK_ROWS, K1], tl.float32))
-        # scaled before it is rounded: unscaled sums may leave the range of float16
+        # scaled before it is rounded, because unscaled sums may leave the range of float16
         store_columns(dq_parts_ptr, target * D_K, exists, dq1 * scale, 0, K1, D_K)
         if K2 > 0:
             dq2 = dot(dscores, k2, tl.zeros([BLOCK_ROWS, K2], tl.float32))
@@ -345,7 +348,7 @@ def add_partials_kernel(
             in_piece = tl.program_id(1) * PART + tl.arange(0, PART)
             key_rows = tl.load(key_rows_ptr + piece) + in_piece
             keys = key_rows.to(tl.int64) * G + index // num_pieces
-            # the last query sees the most; beyond it a store may hold anything
+            # the last query sees the most keys; rows of a store after those may hold anything
             last_entry = tl.load(entries_ptr + tl.load(ends_ptr + index) - 1)
             last_key = tl.load(rows_ptr + num_rows + first_row + last_entry // SLOTS_TOTAL)
             key_mask = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= last_key)
@@ -361,7 +364,7 @@ def merge_dq_kernel(
     parts_ptr, present_ptr, dq_ptr, extremes_ptr, first_row, last_row,
     G: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ, the sum of partial ones, of rows (query, group), WIDTH = H/G D_k wide, COLUMNS at a time. ADD: to the values there."""
+    """Write dQ, the sum of partial results, of rows (query, group), which are WIDTH = H/G D_k wide, COLUMNS at a time. ADD: add it to dQ."""
     PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     rows = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)

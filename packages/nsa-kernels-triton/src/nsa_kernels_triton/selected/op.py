@@ -53,7 +53,7 @@ selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, ope
 
 
 class Others(NamedTuple):
-    """The other branches' outputs, if Eq. 5 is fused."""
+    """Outputs of the other branches and gates, for the fused Eq. 5."""
 
     cmp: Tensor
     win: Tensor
@@ -87,14 +87,14 @@ def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
 
 
 PROGRAMS_WANTED = 512
-"""Number of tiles of early keys that keeps a GPU busy: their dK and dV are not split by queries."""
+"""Number of tiles of early keys that keeps a GPU busy. It must be large, because dK and dV of these keys are not split by queries."""
 
 
 def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
     """Return how many queries at the start of each sequence use dense attention: those that choose all of their blocks.
 
-    Each of them sees a window that reaches its sequence's first token. The result is 0 with a cache, whose queries have any position, and
-    if too few sequences begin for it to pay.
+    Each of them sees a window that reaches its sequence's first token. The result is 0 with a cache, because queries may have any position
+    there, and if the batch has too few sequences for dense attention to be faster.
     """
     if sequences.is_cached:
         return 0
@@ -105,14 +105,14 @@ def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequ
 
 
 EARLY_BLOCKS = 48
-"""Queries in the first EARLY_BLOCKS blocks attend to them by tiles of neighbours. At most 64: the bits of one word.
+"""In the first EARLY_BLOCKS blocks, neighbouring queries attend together to all blocks that they chose. At most 64, the bits of one word.
 
 Measured at n = 16.
 """
 
 
 def _shared_kernel(q: Tensor, k: Tensor, v: Tensor, **facts: int) -> PipelineConfig | None:
-    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None if none serves."""
+    """Return the pipeline of the kernel in which neighbouring queries attend to shared blocks; None if the kernel does not support the request."""
     found = config_of(kernel_request("shared_forward", q, v, k, **facts))
     assert not isinstance(found, Tiles)
     return found
@@ -140,19 +140,19 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return out, lse, the exact out (or None) and, with `others`, the gated sum of the three branches (else an empty tensor).
 
-    With `others` the choice follows Eq. 11: queries with no more blocks than may be chosen have chosen all of them, and all have
-    chosen the first blocks and the last. If only the sum is needed, `keeps_out` False saves the memory of out and exact out:
-    they may be empty then, or incomplete.
+    With `others` the choice must follow Eq. 11: every query has chosen its initial and local blocks, and a query with at most n blocks has
+    chosen all of them. If only the sum is needed, `keeps_out=False` saves the memory of out and exact out, which may then be empty or
+    incomplete.
     """
     if scale < 0:
-        # a kernel may scale a maximum, which a negative factor would turn into a minimum
+        # a kernel may find a maximum before it scales; a negative factor would turn it into the minimum
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     facts = {"scale_is_positive": scale > 0, "selection_block_size": geometry.selection_block_size}
     shared_pipeline = None if others is None else _shared_kernel(q, k, v, is_cached=sequences.is_cached, **facts)
     early, left_out = 0, (0, 0)
     if shared_pipeline is not None:
-        # tiles of rows end there
+        # `early` is rounded down to a whole number of tiles of rows
         step = queries_of_whole_tiles(shared_pipeline.block_rows, q.shape[2] // k.shape[2])
         early = EARLY_BLOCKS * geometry.selection_block_size // step * step
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
@@ -208,7 +208,7 @@ def forward(
 
 
 PARTIAL_KEYS = 16
-"""Keys per program that adds split-K partials: eight of them at a time fit its registers."""
+"""Keys per program that adds split-K partials; the program's registers hold eight partials of so many keys at a time."""
 PARTIAL_LISTS = 8
 """Lists per such program; most of them have one item."""
 
@@ -219,9 +219,9 @@ def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: Blo
 
 
 def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with gates the choice follows Eq. 11, and the result is added to `dq`. `tiles` are those of `backward_kernel`.
+    """Return dq, dk, dv. dQ is added to `dq`, if given. `tiles` is the result of `backward_kernel`.
 
-    The second stream is joined then.
+    With gates, the choice must follow Eq. 11. The current stream joins the second one (`join_stream`) before this returns.
     """
     q, k, v, geometry, scale, sequences = x.q, x.k, x.v, x.geometry, x.scale, x.sequences
     dk = torch.zeros_like(k, dtype=torch.float32)
