@@ -32,9 +32,9 @@ class ClusterLaunch(NamedTuple):
 
 
 def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) -> None:
-    """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
+    """Launch `kernel` of `source` on the current stream of `device`. The caller must keep the tensors, as for any op of torch.
 
-    The kernel may start before the previous launch has ended (programmatic dependent launch), so it waits for the end of that launch.
+    The kernel may start before the previous launch has ended (programmatic dependent launch), so it must itself wait for that end.
 
     Raises:
         KernelBuildError: if the kernel cannot be compiled or loaded.
@@ -56,9 +56,9 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
 @cache
 def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
-    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty if it has. The driver is queried once.
+    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; "" if it has room. The driver is queried once.
 
-    A MIG slice may have no GPU processing cluster with so many multiprocessors.
+    A MIG slice may have no GPU processing cluster (GPC) with so many multiprocessors.
     """
     from cuda.bindings import driver
 
@@ -86,7 +86,7 @@ def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: 
 
 @cache
 def _load(source: Path, kernel: str, device: int) -> "Kernel":
-    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 CTAs."""
+    """Return `kernel`, which may then use SHARED_BYTES of shared memory on GPU `device`, and clusters of more than 8 CTAs."""
     from cuda.bindings import driver
 
     loaded = jit.load(source, kernel, device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 MAGIC = b"nsa-kernels-cuda cubin 1\n"
-"""First bytes of an entry; the number is that of the format."""
+"""First bytes of an entry, with the number of the format."""
 KEY_SIZE = hashlib.sha256().digest_size
 ABANDONED_AFTER_S = 3600
 """Age in seconds from which a temporary file counts as abandoned: its process ended before it could rename the file."""
@@ -33,7 +33,7 @@ def read(folder: Path, key: bytes) -> bytes | None:
 
 
 def write(folder: Path, key: bytes, cubin: bytes) -> None:
-    """Store the cubin of `key`. Processes that store the same key at once replace each other's whole entry.
+    """Store the cubin of `key`. If several processes store the same key at once, the last whole entry stays.
 
     Raises:
         OSError: if the folder cannot be created or written.

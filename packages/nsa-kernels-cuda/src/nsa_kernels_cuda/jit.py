@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CSRC = Path(__file__).parent / "csrc"
 STANDARD = "c++17"
 ARCHITECTURE_SPECIFIC = ((9, 0),)
-"""Compute capabilities whose kernels may use instructions that no later GPU has: such kernels are compiled for `sm_90a`, not `sm_90`."""
+"""Compute capabilities with instructions that no later GPU has. Kernels for them are compiled for `sm_90a`, not `sm_90`."""
 
 
 class KernelBuildError(NSAError, RuntimeError):
@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     not_stored: str = ""
-    """Why the cache on disk does not hold the code; empty if it does."""
+    """Why the cache on disk does not hold the code; "" if it does."""
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -43,7 +43,7 @@ def architecture_of(capability: tuple[int, int]) -> str:
 def compile_cached(source: Path, architecture: str, folder: Path | None = None) -> Compiled:
     """Return `source` compiled for `architecture`: from the cache in `folder`, else by NVRTC, which also stores it there.
 
-    None means `cubin_cache.default_folder()`. A folder that cannot be written is no error: the result holds the reason.
+    None means `cubin_cache.default_folder()`. If the folder cannot be written, no error is raised; the result holds the reason.
 
     Raises:
         KernelBuildError: if NVRTC is missing, or refuses the source or the architecture.
@@ -75,7 +75,7 @@ def run_nvrtc(source: Path, architecture: str, report: TextIO | None = None) -> 
     """Return the cubin that NVRTC compiles from `source`. `report` receives what ptxas prints about registers, spills and shared memory.
 
     Raises:
-        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
+        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture; the message includes the compiler's message.
     """
     version = nvrtc_version()
     from cuda.core import Program, ProgramOptions
@@ -107,7 +107,7 @@ def nvrtc_version() -> tuple[int, int]:
     try:
         import cuda.core  # noqa: F401 - it needs cuda-bindings
         from cuda.bindings import nvrtc
-    # versions that do not fit each other may raise anything
+    # incompatible versions of the two packages may raise any exception
     except Exception as error:
         raise KernelBuildError(
             f"CUDA C++ is compiled through cuda-core and cuda-bindings, which do not import here ({error}); "
@@ -155,9 +155,9 @@ def load(source: Path, kernel: str, device: int) -> "Kernel":
         with torch.cuda.device(device):
             make_context_current(device)
             found = library.get_kernel(kernel)
-            # the driver may load code when it is first asked about it, which a capture of a CUDA graph does not allow
+            # query an attribute, because the driver may load code only at the first query, and may not load it while a CUDA graph is captured
             registers = found.attributes.num_regs
-            # a method in cuda.core 0.x
+            # num_regs is a method in cuda.core 0.x
             _ = registers() if callable(registers) else registers
     except (CUDAError, RuntimeError) as error:
         raise KernelBuildError(
@@ -183,7 +183,7 @@ def library_of(source: Path, architecture: str) -> "ObjectCode":
 def make_context_current(device: int) -> None:
     """Make the primary context of GPU `device` current for the driver; `device` is torch's current GPU.
 
-    Torch leaves that to the first call of CUDA's runtime, which a new thread may not have made.
+    In a thread the first call of CUDA's runtime does this, but a new thread may not have made such a call.
     """
     from cuda.bindings import driver
 
@@ -205,10 +205,10 @@ def device_here(capability: tuple[int, int], index: int | None) -> int | None:
 
 
 def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int], index: int | None = None) -> str:
-    """Return why `kernels` cannot run on GPU `index` of `capability`, and what to do; empty if they can. None: the current GPU.
+    """Return why `kernels` cannot run on GPU `index` (None: the current one) of `capability`, and what to do; "" if they can.
 
-    Compiles them, so that routing knows the answer before a call. If CUDA is initialised and the GPU is present, the driver loads all of them
-    there, so that a CUDA graph can capture the first call of each.
+    This compiles the kernels, so that routing knows the answer before a call. If CUDA is initialised and the GPU is present, the driver also
+    loads them there, so that a CUDA graph can capture the first call of each.
     """
     return _why_unavailable(source, kernels, capability, device_here(capability, index))
 
@@ -234,7 +234,7 @@ def _why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[i
 
 
 def note_on_cache(source: Path, capability: tuple[int, int]) -> str:
-    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty if it is."""
+    """Return why the cubin of `source` is not in the cache on disk; "" if it is. The source must compile."""
     return compile_cached(source, architecture_of(capability)).not_stored
 
 

@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None:
-    """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
+    """Launch `kernel` of `source` on the current stream of `device`. The caller must keep the tensors, as for any op of torch.
 
     Raises:
         KernelBuildError: if the kernel cannot be compiled or loaded.
@@ -51,7 +51,7 @@ def as_passed(arguments: tuple[Tensor | int | None, ...]) -> list[c_int | int]:
 
 @lru_cache(maxsize=256)
 def stream_of(handle: int) -> "Stream":
-    """Return the `cuda.core` stream of a torch stream's handle, which torch owns. It is created once per handle."""
+    """Return a `cuda.core` stream for the handle of a torch stream. Torch still owns the stream; the wrapper is created once per handle."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)

@@ -1,4 +1,4 @@
-"""Which requests the kernels can and should serve. Routing compiles the kernel to decide: a kernel that cannot run is a reason."""
+"""Decide which requests the choice of blocks can and should serve. Routing compiles the kernel, because a failed compilation is a reason."""
 
 from nsa_core import BranchRequest, Capability, Reason
 from nsa_core.blocks import num_selection_blocks
@@ -36,7 +36,7 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
-    """Return why every process compiles the kernel again, if it does."""
+    """Return a note on why every process compiles the kernel again, or nothing if the cache on disk holds it."""
     capability = supported_capability(request)
     if capability is None or jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability, request.device_index):
         return ()
@@ -45,7 +45,7 @@ def notes_on(request: BranchRequest) -> tuple[str, ...]:
 
 
 def preference(request: BranchRequest) -> int:
-    """Return the priority: above Triton's choice (100) if it was measured to be faster, else between that and the reference (0)."""
+    """Return the priority: above Triton's choice (100) if this kernel was measured to be faster, else between Triton's and the reference (0)."""
     return 110 if request.compute_capability in PREFERRED_ON else 50
 
 

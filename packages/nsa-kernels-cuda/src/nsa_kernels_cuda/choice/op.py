@@ -17,17 +17,17 @@ KERNELS = {torch.float32: "choose_float32", torch.bfloat16: "choose_bfloat16", t
 
 WARP_SIZE = 32
 MOST_WARPS = 4
-"""Maximum warps, and so rows, of a CTA; fewer if their scores do not fit."""
+"""Maximum warps of a CTA. A warp has one row; there are fewer if the scores of so many rows do not fit shared memory."""
 SHARED_BYTES = 48 * 1024
 """Shared memory that a CTA has on every GPU without opting in to more."""
 PIECE = 4 * WARP_SIZE
-"""Blocks that a warp reads at a time; rows are staged in whole pieces."""
+"""Blocks that a warp reads at a time. Shared memory holds a row in whole pieces of this size."""
 MOST_SURVIVORS = 128
-"""Maximum scores that a warp ranks against one another; the source has the same number."""
+"""Maximum number of scores that a warp ranks by comparing each with all others. `choice.cuh` has the same number."""
 LIST_BYTES = MOST_SURVIVORS * 8 + WARP_SIZE * 4
-"""Shared memory of a warp's survivors and of its result."""
+"""Bytes of shared memory for a warp's survivors (the blocks that it ranks) and its result."""
 MOST_BLOCKS = (SHARED_BYTES - LIST_BYTES) // (4 * PIECE) * PIECE
-"""Maximum blocks of a row: one warp's shared memory holds its scores in float32."""
+"""Maximum blocks of a row, because the shared memory of a CTA with one warp must hold the row's scores in float32."""
 
 
 def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
@@ -44,7 +44,7 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
 
 
 def _check(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int) -> None:
-    """Raise InputError if the kernel, which gets only addresses, would read wrong data."""
+    """Raise InputError if the kernel would read wrong data: it gets only addresses and cannot check the operands."""
     kernel_of(scores.dtype)
     num_rows, num_heads, num_blocks = scores.shape
     if num_blocks > MOST_BLOCKS:

@@ -25,8 +25,8 @@ struct HeadDims {
   __device__ int v_pitch() const { return 2 * v + PADDING; }
 };
 
-// A warp's ring buffer: while one tile is used, num_stages - 1 are in flight. Tile i is in stage (i + 1) % num_stages, so that stage
-// 0 is free until num_stages - 1 tiles are in flight.
+// A warp's ring buffer: while the warp computes with one tile, num_stages - 1 tiles are in flight. Tile i is in stage (i + 1) % num_stages, so
+// that stage 0 stays free until num_stages - 1 tiles are in flight.
 struct Ring {
   char* first;
   int stage_bytes, num_stages;
@@ -35,11 +35,11 @@ struct Ring {
   __device__ char* address_of(int stage) const { return first + stage * stage_bytes; }
 };
 
-// The keys of one branch, in tiles, and those of a warp among them: numbers `next`, `next + step`, ... below `end`.
+// The tiles of keys of one branch, and a warp's share of them: tiles `next`, `next + step`, ... below `end`.
 struct Tiles {
   int next, step, end;
   int first_key;          // of tile 0
-  int num_keys;           // from one tile to the next; of these a run of `run` keys takes each 2^log_columns columns
+  int num_keys;           // from one tile to the next; every `run` of these keys take 2^log_columns columns of the tile
   int run, log_columns;
   int last_key;           // inclusive
   const int* indices;     // chosen blocks of `block_size` keys, `tiles_per_block` tiles each; nullptr: tiles are contiguous
@@ -47,7 +47,7 @@ struct Tiles {
   unsigned long long reciprocal;  // 2^32 / tiles_per_block, rounded up: a product is faster than a division
   int first_row, ring_rows;  // the store's row 0 has key `first_row`; ring_rows: rows of a ring, 0 without a ring
 
-  // The keys of one tile: `first` is that of column 0.
+  // The keys of one tile: column 0 holds key `first`.
   struct Span {
     int first, last;
   };
@@ -66,14 +66,14 @@ struct Tiles {
   }
   // Return the row of a span's first key.
   __device__ int row(Span span) const { return ring_rows > 0 ? span.first % ring_rows : span.first - first_row; }
-  // Return the row `num_keys` keys after `row`; in a ring, all keys together use each row at most once.
+  // Return the row that is `num_keys` keys after `row`. A ring has a row for each visible key, so one subtraction is enough.
   __device__ int row_behind(int row, int num_keys) const {
     const int behind = row + num_keys;
     return ring_rows > 0 && behind >= ring_rows ? behind - ring_rows : behind;
   }
 };
 
-// The softmax of a warp. A lane has rows lane / 4 and lane / 4 + 8; of each 8 columns those from 2 * (lane % 4) on, two.
+// The softmax of a warp. A lane has rows lane / 4 and lane / 4 + 8; of each 8 columns it has 2 * (lane % 4) and the next one.
 template <int WIDTH>
 struct Softmax {
   float outs[WIDTH / 8][4];
@@ -101,10 +101,10 @@ __device__ inline float quad_sum(float value) {
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-// Return the shift of scores whose maximum is `largest`: 0 if there is no key.
+// Return the number to subtract from scores whose maximum is `largest`: the maximum, or 0 if there is no key.
 __device__ inline float shift_of(float largest) { return largest == absent() ? 0.0f : largest; }
 
-// Begin to copy 16 bytes of every 128, `num_left` times or COUNT times.
+// Begin to copy 16 bytes of every 128, at most COUNT times; `num_left` is the number of 16-byte pieces that are left of the row.
 template <int COUNT, int INDEX = 0>
 __device__ void copy_pieces(char* target, const char* source, int num_left, bool exists) {
   if constexpr (INDEX < COUNT) {
@@ -113,14 +113,14 @@ __device__ void copy_pieces(char* target, const char* source, int num_left, bool
   }
 }
 
-// Return the address of a row in bytes: one instruction, where both factors have 32 bits.
+// Return the address of a row. Both factors of the offset have 32 bits, so that it takes one instruction.
 template <class T>
 __device__ const char* address_of_row(const T* first, int row, int stride) {
   const unsigned bytes = static_cast<unsigned>(stride) * static_cast<unsigned>(sizeof(T));
   return reinterpret_cast<const char*>(first) + static_cast<unsigned long long>(static_cast<unsigned>(row)) * bytes;
 }
 
-// Rows of a plain store need no look-up, and its numbers have the dtype of q as they are; placement.cuh has other stores.
+// A plain store needs no look-up of rows, and its numbers already have the dtype of q; placement.cuh has the other stores.
 struct NoLookUp {};
 
 template <class T>
@@ -131,8 +131,8 @@ __device__ NoLookUp look_up(const Store<T>&, const Tiles&, int) {
 template <class T>
 __device__ void widen_tile(const Store<T>&, HeadDims, char*) {}
 
-// Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
-// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, for a warp has few others to wait with.
+// Begin to copy the warp's tile `index`, and commit the group of copies, which is empty after the last tile. Columns without a key become 0.
+// Eight lanes copy a row, each 16 bytes at a time. All addresses are computed before the copies, because few other warps could hide their latency.
 template <int WIDTH, class T>
 __device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index, NoLookUp) {
   const int tile = tiles.next + index * tiles.step;
@@ -166,19 +166,19 @@ __device__ void begin_tiles(const AnyStore& store, HeadDims dims, const Ring& ri
   }
 }
 
-// Add a tile of keys and values in shared memory to the softmax, and return the keys' weights relative to the maxima, in the layout of
-// `outs`. `factor` multiplies products; weights are powers of two.
+// Add a tile of keys and values in shared memory to the softmax. Return the keys' weights relative to the maxima, in the layout of `outs`.
+// `factor` multiplies the products q . k; the base of the exponential is 2.
 template <class T, int WIDTH>
 __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_stage, HeadDims dims, const Tiles& tiles, int tile, float factor,
                           float (&weights)[2][4]) {
-  // matrices that are loaded before the first is multiplied; wider outputs leave registers for fewer
+  // number of matrices that are loaded before the first is multiplied; wider outputs leave registers for fewer
   constexpr int IN_FLIGHT = WIDTH > 128 ? 1 : 4;
   const int lane = lane_index();
   const Tiles::Span span = tiles.span(tile);
   const char* q_row = q + lane % 16 * dims.k_pitch() + lane / 16 * 16;
   const char* k_row = k_stage + (lane / 16 * 8 + lane % 8) * dims.k_pitch() + lane / 8 % 2 * 16;
   const char* v_row = k_stage + KEYS * dims.k_pitch() + lane % 16 * dims.v_pitch() + lane / 16 * 16;
-  // if several matrices are in flight, two sums over every other 16 numbers of a row: a product waits for the one before the last
+  // with several matrices in flight, two sums take turns over the pieces of 16 numbers of a row, so a product need not wait for the previous one
   float odd[2][4];
 #pragma unroll
   for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = odd[i / 4][i % 4] = 0.0f;
@@ -208,7 +208,7 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& score = weights[i / 2][2 * half + i % 2];
-      // no fused multiply-add later: equal products are equal scores
+      // rounded here, so that no fused multiply-add follows: equal products then give equal scores
       score = tiles.key(span, i / 2 * 8 + 2 * (lane % 4) + i % 2) < 0 ? absent() : __fmul_rn(score, factor);
       largest = fmaxf(largest, score);
     }
@@ -248,8 +248,8 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   }
 }
 
-// Attend to the warp's tiles; `begin_tiles` has been called where `has_begun`. `after(tile, weights)` is called
-// behind each, with the keys' weights relative to the maxima of the softmax at that time.
+// Attend to the warp's tiles. `has_begun`: `begin_tiles` has already been called. `after(tile, weights)` is called after each tile, with
+// the keys' weights relative to the maxima of the softmax at that time.
 template <template <class> class AnyStore, class T, int WIDTH, class After>
 __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const AnyStore<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles,
                        bool has_begun, float factor, After after) {
@@ -260,7 +260,7 @@ __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const AnyStore<T>
 #pragma unroll 1
   for (int index = has_begun ? 0 : -ahead; index < count; ++index) {
     copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, index + ahead, rows);
-    // of the next tile: the table's entries arrive while this one is computed with
+    // look up the next tile's rows now: the table's entries arrive while this tile is computed
     rows = look_up(store, tiles, index + ahead + 1);
     stage = ring.after(stage);
     if (index < 0) continue;
@@ -271,7 +271,7 @@ __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const AnyStore<T>
     float weights[2][4];
     fold_tile<T>(softmax, q, ring.address_of(stage), dims, tiles, tile, factor, weights);
     after(tile, weights);
-    // every lane has read the stage that the next copy overwrites
+    // wait until every lane has read the stage that the next copy overwrites
     __syncwarp();
   }
 }

@@ -1,9 +1,9 @@
 // The choice of blocks (Eq. 10, 11, arXiv 2502.11089): one warp per row, which is a query of one KV head.
 //
-// The row's scores are staged in shared memory, and each lane keeps the highest of its own. Of the 32 lane maxima the `wanted`-th highest
-// is a lower bound of the `wanted`-th highest score, so that few scores remain at or above it. These survivors are compacted and ranked
-// among one another. If too many remain (equal scores), or more blocks are wanted than there are lanes, the `wanted`-th highest score is
-// found bit by bit. Both give the same choice: the highest scores, equal ones to the lower block, ascending.
+// The warp copies the row's scores to shared memory, and each lane keeps the highest of its own. The `wanted`-th highest of the 32 lane maxima
+// is a lower bound of the `wanted`-th highest score. Usually few scores are at or above this bound. The warp lists these survivors, and
+// ranks each by comparing it with all others. If there are too many (equal scores), or more blocks are wanted than there are lanes, the
+// warp finds the `wanted`-th highest score bit by bit. Both ways give the same choice: the highest scores, ties to the lower block, ascending.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Selection {
   int block_size, num_selected, num_initial, num_local;
 };
 
-// Blocks 0 .. end - 1 are visible. Those of free_begin .. free_end - 1 compete for `wanted` slots, the others are forced.
+// Blocks 0 .. end - 1 are visible. Blocks free_begin .. free_end - 1 compete for `wanted` slots; the others are forced.
 struct Candidates {
   int end, free_begin, free_end, wanted;
 };
@@ -45,7 +45,7 @@ struct Scores {
   int num_blocks;
   bool is_aligned;       // a head's scores start at a multiple of four elements
 
-  // Return the sums over heads, in ascending order, of blocks begin .. begin + 3; 0 of those that do not exist.
+  // Return the sums over heads, added in ascending order, for blocks begin .. begin + 3; 0 for blocks that do not exist.
   __device__ float4 load(int begin) const {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
@@ -77,13 +77,13 @@ __device__ inline Candidates candidates_of(int position, int num_blocks, Selecti
   return found;
 }
 
-// Return a score as it is compared: NaN counts as 0 and infinity as the largest number, as in the reference. -infinity where not free.
+// Return a score as it is compared: NaN counts as 0 and infinity as the largest number, as in the reference; -infinity for a block that is not free.
 __device__ inline float comparable(float score, int block, Candidates candidates) {
   if (block < candidates.free_begin || block >= candidates.free_end) return absent();
   return score == score ? fminf(fmaxf(score, -HIGHEST), HIGHEST) : 0.0f;
 }
 
-// Stage the scores of whole pieces up to free_end, and return the highest of this lane.
+// Copy the scores to shared memory in whole pieces, up to free_end; return this lane's highest score.
 template <class T>
 __device__ float stage_scores(const Scores<T>& scores, Candidates candidates, float* staged) {
   float highest = absent();
@@ -157,7 +157,7 @@ __device__ inline void choose_survivors(const WarpMemory& memory, int num_surviv
   }
 }
 
-// Return a word that has the order of the scores. None is -0: they are sums that start at 0.
+// Return an integer that has the order of the scores. No score is -0, because scores are sums that start at 0.
 __device__ inline unsigned ordered_bits(float score) {
   const unsigned bits = __float_as_uint(score);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -213,7 +213,7 @@ __device__ void choose_row(const Scores<T>& scores, int position, Selection sele
   const float lane_highest = stage_scores(scores, candidates, memory.scores);
   int num_survivors = MOST_SURVIVORS + 1;
   if (candidates.wanted <= WARP_SIZE) {
-    // a lane without free blocks has the maximum -infinity, which no staged score is below
+    // a lane without free blocks has the maximum -infinity; no score is below that bound
     const float bound = fmaxf(warp_ranked(lane_highest, candidates.wanted - 1), -HIGHEST);
     num_survivors = list_survivors(memory, candidates.free_end, bound);
   }

@@ -2,8 +2,8 @@
 #include "choice.cuh"
 #include "ptx.cuh"
 
-// Scores are (rows, heads, blocks), with `factor` (rows, heads), or (rows, groups, blocks) with nullptr. Grid: a warp to each of the rows
-// of a group, the groups along y. Shared memory of a warp: `warp_bytes`, a multiple of 16.
+// Scores are (rows, heads, blocks) if there is a `factor` (rows, heads), else (rows, groups, blocks). Grid: one warp for each row along x, and
+// the groups along y. A warp has `warp_bytes` of shared memory, a multiple of 16.
 template <class T>
 __device__ void choose(const T* scores, const float* factor, const int* positions, int* chosen, int num_rows, int num_heads, int num_groups,
                        int num_blocks, int is_aligned, Selection selection, int warp_bytes) {

@@ -1,14 +1,14 @@
 // Eq. 5 (arXiv 2502.11089) for rows of sequences over their stores, in one launch: a cluster of CTAs for each row and KV head.
 //
-// 1. The cluster's CTAs share the compressed keys, and the warps of a CTA its share. A warp also sums each head's weights by selection
-//    block, relative to its maximum at the time. The warps' softmaxes are merged into one of the CTA.
-// 2. CTAs exchange maxima and sums. Each normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
+// 1. The CTAs of the cluster divide the compressed keys, and the warps of a CTA divide its share. A warp also sums each head's weights by
+//    selection block, relative to the head's maximum at that time. The softmaxes of the warps are merged into one for the CTA.
+// 2. CTAs exchange maxima and sums. Each CTA normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
 //    scores to all CTAs.
 // 3. One warp of every CTA makes the same choice (Eq. 11). Meanwhile some warps attend to the CTA's share of the window, whose copies
 //    started in step 1. The others attend to its share of the chosen blocks.
-// 4. CTAs exchange outputs, maxima and sums of the three branches; each adds up a part of the output's numbers, times gates.
+// 4. CTAs exchange outputs, maxima and sums of the three branches. Each CTA computes a part of the output: the branches times their gates.
 //
-// CTAs exchange by distributed shared memory. Nothing after a sequence's last token is read, and nothing outside the stores.
+// CTAs exchange data through distributed shared memory. Nothing after a sequence's last token is read, and nothing outside the stores.
 #pragma once
 
 #include "attend.cuh"
@@ -41,17 +41,17 @@ struct Problem {
   int log_columns;
   int num_blocks;  // selection blocks that the stores hold
   int num_win_warps, num_stages;
-  float factor;  // of products: the scale times log2(e)
+  float factor;  // multiplies q . k: the scale times log2(e)
 
   __device__ int group_size() const { return num_heads / num_groups; }
   __device__ int padded_heads() const { return (group_size() + ROWS - 1) / ROWS * ROWS; }
-  // compressed keys from one selection block to the next: they take 2^log_columns columns of a tile
+  // number of compressed keys that begin in one selection block: they take 2^log_columns columns of a tile
   __device__ int strides() const { return selection.block_size / stride; }
   __device__ int blocks_per_tile() const { return KEYS >> log_columns; }
   __device__ int reach() const { return compression_size / stride; }
-  // numbers that a tile of compressed keys leaves for each head: sums by block, the share of the next tile, and the maximum
+  // numbers in the record of a tile of compressed keys, for each head: sums by block, the share for the next tile, and the maximum
   __device__ int head_pitch() const { return blocks_per_tile() + 2; }
-  // an odd multiple of the blocks of a tile: a head's sums of neighbouring blocks lie in different banks
+  // an odd multiple of the blocks of a tile, so that a head's sums of neighbouring blocks are in different banks
   __device__ int record_size() const { return ((group_size() * head_pitch() + blocks_per_tile() - 1) / blocks_per_tile() | 1) * blocks_per_tile(); }
   __device__ int scratch_pitch() const { return dims.v + 8; }
   __device__ int stage_bytes() const {
@@ -67,13 +67,13 @@ struct Stats {
 struct Memory {
   char *q, *rings;
   float* outs;        // (branches, heads of the group, D_v), relative to `stats`
-  float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch, reused for outputs of the two others
+  float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch; reused for the outputs of the other two
   Stats* stats;       // (branches, heads)
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
   float* gates;       // (heads, branches)
   Stats* warp_stats;  // (warps, ROWS)
-  float* records;     // (tiles of this CTA, record_size); in front of them what the tile before leaves to the first
-  float* factors;     // (ranks, branches, heads): where records were before scores were made of them
+  float* records;     // (tiles of this CTA, record_size), after the record of the tile before the CTA's first
+  float* factors;     // (ranks, branches, heads): reuses the memory of the records
   WarpMemory choice;
   int* indices;
   int num_bytes;
@@ -106,7 +106,7 @@ struct Memory {
   }
 };
 
-// The compressed keys that a row sees, and the share of a CTA of the cluster.
+// The compressed keys that a row sees, and one CTA's share of them.
 struct Share {
   int num_keys, num_tiles, tiles_per_rank, first, end;
 
@@ -146,7 +146,7 @@ __device__ inline Tiles selected_tiles(const Problem& problem, const Memory& mem
           ((1ull << 32) + tiles_per_block - 1) / tiles_per_block, 0, 0};
 }
 
-// Begin to copy the group's rows of q to shared memory, and close the group of copies; rows without a head become 0.
+// Begin to copy the group's rows of q to shared memory, and commit the group of copies; rows without a head become 0.
 template <class T>
 __device__ void copy_queries(const T* q, const Problem& problem, const Memory& memory) {
   const int pieces = problem.dims.k / 8;
@@ -169,8 +169,8 @@ __device__ void load_gates(const void* gates, long long first_head, const Proble
   }
 }
 
-// Write what a tile of compressed keys gives to selection blocks: sums of weights by head and block, relative to the maximum. Of the ROWS
-// rows the first `num_rows` are heads.
+// Write the record of a tile of compressed keys: sums of weights by head and selection block, relative to the maximum. Only the first
+// `num_rows` of the ROWS rows are heads.
 __device__ inline void record_tile(const Problem& problem, float* own_weights, float* record, int num_rows, const float (&weights)[2][4],
                                    const float (&maxima)[2]) {
   const int lane = lane_index(), pitch = problem.head_pitch(), strides = problem.strides(), reach = problem.reach();
@@ -184,14 +184,14 @@ __device__ inline void record_tile(const Problem& problem, float* own_weights, f
     if (lane / 4 + 8 < num_rows) record[(lane / 4 + 8) * pitch + num_blocks + 1] = maxima[1];
   }
   __syncwarp();
-  // the last of the sums holds only the share after the tile
+  // the last sum is only the share for the block after the tile
   const int log_rows = num_rows > 1 ? 32 - __clz(num_rows - 1) : 0;
 #pragma unroll 1
   for (int i = lane; i < (num_blocks + 1) << log_rows; i += WARP_SIZE) {
     const int head = i & ((1 << log_rows) - 1), block = i >> log_rows;
     const float* row = own_weights + head * WEIGHT_PITCH;
     float sum = 0.0f;
-    // lanes whose block has no such key add 0 times another: all go through the loops together
+    // a lane whose block has no such key adds 0 times another key's weight, so that all lanes run the same loops
 #pragma unroll 1
     for (int stride = max(0, strides - reach + 1); stride < strides; ++stride) {
       sum += (block > 0 ? static_cast<float>(stride + reach - strides) : 0.0f) * row[max(0, block - 1) * columns + stride];
@@ -271,8 +271,8 @@ __device__ inline float half_max(float value) {
   return value;
 }
 
-// Call `use(slot, rank, kept, total)` for slots 0 .. num_slots - 1 of `stats` and every rank: `total` is maximum and sum of the cluster,
-// and `kept` brings what is relative to the rank's maximum to the cluster's. Half a warp to a slot, a lane to a rank.
+// Call `use(slot, rank, kept, total)` for slots 0 .. num_slots - 1 of `stats` and every rank. `total` holds maximum and sum of the cluster. A
+// factor `kept` converts a number relative to the rank's maximum to the cluster's maximum. Half a warp has one slot, a lane one rank.
 template <class Use>
 __device__ void over_cluster(const Problem& problem, const Memory& memory, int num_slots, Use use) {
   const int rank = lane_index() % 16;
@@ -286,14 +286,14 @@ __device__ void over_cluster(const Problem& problem, const Memory& memory, int n
   }
 }
 
-// Write the scores (Eq. 9, 10) of the selection blocks of this CTA's share to every CTA of the cluster. A thread to a selection block.
+// Write the scores (Eq. 9, 10) of the selection blocks of this CTA's share to every CTA of the cluster. One thread computes one selection block.
 __device__ inline void share_scores(const Problem& problem, const Memory& memory, const Share& share, int rank) {
   const int heads = problem.group_size(), num_blocks = problem.blocks_per_tile(), pitch = problem.head_pitch(), size = problem.record_size();
-  // those of the compressed branch come first
+  // the first slots are those of the compressed branch
   over_cluster(problem, memory, heads, [&](int head, int each, float, Stats total) {
     if (each == 0) memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
   });
-  // the last record of the CTA before, for what reaches into this one's first tile
+  // copy the last record of the previous CTA: its last share belongs to this CTA's first block
 #pragma unroll 1
   for (int i = threadIdx.x; i < heads * pitch && rank > 0 && share.first < share.end; i += NUM_THREADS) {
     memory.records[i - size] = of_rank(memory.records, rank - 1)[(share.tiles_per_rank - 1) * size + i];
@@ -313,7 +313,7 @@ __device__ inline void share_scores(const Problem& problem, const Memory& memory
       const float sum = sums[of_tile], max = sums[num_blocks + 1];
       const float reaching = is_reached ? before[num_blocks] : 0.0f, max_before = is_reached ? before[num_blocks + 1] : max;
       const float scale = power_of_two(max - total.max) * total.sum;
-      // of equal keys all blocks get equal scores
+      // equal maxima take one product, so that all blocks get equal scores if all keys are equal
       score += max == max_before ? (sum + reaching) * scale : sum * scale + reaching * (power_of_two(max_before - total.max) * total.sum);
     }
 #pragma unroll 4
@@ -347,7 +347,7 @@ __device__ void store_out(T* out, const Problem& problem, const Memory& memory, 
   }
 }
 
-// `Where` is Contiguous or Placement: where rows and stores lie.
+// `Where` is Contiguous or Placement: it says where rows and stores are.
 template <class T, int WIDTH, class Where>
 __device__ void decode(const Operands<T>& operands, const Problem& problem, const Where& where) {
   const int rank = cluster_rank(), pair = blockIdx.x / problem.num_ranks, warp = warp_index();
@@ -411,7 +411,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem, cons
            });
     store_softmax(softmax, problem, memory, ring);
     if (pass == num_head_tiles - 1 && is_win_warp) {
-      // keys of the window arrive while blocks are chosen
+      // start these copies now: keys of the window arrive while blocks are chosen
       tiles = window_tiles(problem, operands.win_first == nullptr ? 0 : operands.win_first[sequence], position, rank);
       store = store_of(where.win, operands.k_win, operands.v_win, problem.dims, problem.num_groups, sequence, group, problem.win_rows);
       begin_tiles<WIDTH>(store, dims, ring, tiles);
@@ -426,7 +426,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem, cons
   store_out(out, problem, memory, rank);
 #pragma unroll 1
   for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = memory.indices[i];
-  // no CTA ends while another reads its shared memory
+  // wait, because no CTA may end while another reads its shared memory
   cluster_barrier();
 }
 

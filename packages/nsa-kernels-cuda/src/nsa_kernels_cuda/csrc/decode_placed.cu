@@ -1,7 +1,7 @@
-// A decode step of any rows, over stores that may have pages or be of FP8.
+// A decode step of any number of rows of each sequence, over stores that may have pages or be of FP8.
 #include "decode.cuh"
 
-// Three times the fields of Placement::Rows, the pointers first; then the others of Placement.
+// The fields of Placement::Rows of the three branches, pointers first; then the other fields of Placement.
 #define PLACEMENT_PARAMETERS                                                                                                         \
   const int *cmp_table, const int *slc_table, const int *win_table, const float *k_slc_scale, const float *v_slc_scale,              \
       const float *k_win_scale, const float *v_win_scale, const int *cu_seqlens, int cmp_page_rows, int cmp_pages, int slc_page_rows, \

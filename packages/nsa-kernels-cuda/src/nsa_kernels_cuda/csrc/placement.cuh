@@ -3,7 +3,7 @@
 
 #include "attend.cuh"
 
-// A row of q: row `index` of those of its sequence.
+// A row of q, as row `index` of a sequence.
 struct RowOfSequence {
   int sequence, index;
 };
@@ -35,7 +35,7 @@ struct Placement {
   const int* cu_seqlens;  // (sequences + 1); nullptr: each sequence has rows_per_sequence
   int num_sequences, rows_per_sequence;
 
-  // All lanes of a warp call it.
+  // All lanes of a warp must call this.
   __device__ RowOfSequence row(int row) const {
     if (cu_seqlens == nullptr) return {row / rows_per_sequence, row % rows_per_sequence};
     int num_begun = 0;
@@ -44,7 +44,7 @@ struct Placement {
     const int sequence = max(warp_sum(num_begun) - 1, 0);
     return {sequence, row - cu_seqlens[sequence]};
   }
-  // Return false for a row behind those of the last sequence.
+  // Return false for a row after the last sequence's rows.
   __device__ bool exists(RowOfSequence row) const { return row.sequence < num_sequences; }
 };
 
@@ -94,7 +94,7 @@ __device__ int look_up(const PlacedStore<T>& store, const Tiles& tiles, int inde
   return key < 0 ? -1 : store.row(tiles.row_behind(tiles.row(span), key - span.first));
 }
 
-// Begin to copy one row of FP8: each 16 numbers to where their 16-bit forms will lie, and its scale behind them. Eight lanes copy a row.
+// Begin to copy one row of FP8: each 16 numbers to the place of their 16-bit values, and the row's scale after them. Eight lanes copy a row.
 __device__ inline void copy_narrow(char* target, const char* source, const float* scale, int dim, bool exists) {
   const int piece = lane_index() % 8;
 #pragma unroll 1
@@ -102,7 +102,7 @@ __device__ inline void copy_narrow(char* target, const char* source, const float
   if (piece == 0) copy_word_async(target + 2 * dim, scale, exists);
 }
 
-// As for a plain store, with the rows that `look_up` returned.
+// The same as for a plain store, but with the rows that `look_up` returned.
 template <int WIDTH, class T>
 __device__ void copy_tile(const PlacedStore<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index, int rows) {
   if (tiles.next + index * tiles.step < tiles.end) {
@@ -127,7 +127,7 @@ __device__ void copy_tile(const PlacedStore<T>& store, HeadDims dims, char* stag
   commit_copies();
 }
 
-// Give a row of FP8 that `copy_narrow` has copied the type T: number times scale, rounded once.
+// Convert a row of FP8 that `copy_narrow` has copied to the type T, in place: number times scale, rounded once.
 template <class T>
 __device__ void widen_row(char* row, int dim) {
   const float scale = *reinterpret_cast<const float*>(row + 2 * dim);
@@ -148,7 +148,7 @@ __device__ void widen_row(char* row, int dim) {
   }
 }
 
-// Give a tile that has arrived the type T.
+// Convert a tile that has arrived to the type T.
 template <class T>
 __device__ void widen_tile(const PlacedStore<T>& store, HeadDims dims, char* stage) {
   if (store.k_scale == nullptr) return;

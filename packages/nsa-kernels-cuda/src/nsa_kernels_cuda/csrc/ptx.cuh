@@ -18,8 +18,8 @@ __device__ inline float power_of_two(float x) {
   return power;
 }
 
-// Copy 16 bytes to shared memory asynchronously, `OFFSET` bytes after the addresses, which the instruction adds; if they do not
-// exist, write zeros and read nothing.
+// Copy 16 bytes to shared memory asynchronously. The instruction adds `OFFSET` bytes to both addresses. If the source does not exist, write
+// zeros and read nothing.
 template <int OFFSET = 0>
 __device__ inline void copy_async(void* target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %3], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0),
@@ -32,10 +32,10 @@ __device__ inline void copy_word_async(void* target, const void* source, bool ex
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 4 : 0) : "memory");
 }
 
-// Close this thread's group of copies, which may be empty.
+// Commit this thread's group of copies, which may be empty.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait for this thread's groups of copies but the last `num_pending` (0 to 3).
+// Wait for all of this thread's groups of copies except the last `num_pending` (0 to 3).
 __device__ inline void wait_for_copies(int num_pending) {
   if (num_pending == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (num_pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -43,8 +43,8 @@ __device__ inline void wait_for_copies(int num_pending) {
   if (num_pending == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
-// Load four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8, and holds columns 2 * (i % 4) and the
-// next one of row i / 4 of each.
+// Load four 8 x 8 matrices of 16-bit numbers. Lane i passes the address of row i % 8 of matrix i / 8. Afterwards it holds columns 2 * (i % 4)
+// and 2 * (i % 4) + 1 of row i / 4 of each matrix.
 __device__ inline void load_matrices(unsigned (&tile)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
@@ -96,7 +96,7 @@ __device__ inline Pair from_e4m3(unsigned bits) {
   return found;
 }
 
-// Wait for as many threads of the CTA, whole warps; a barrier apart from that of the whole CTA.
+// Wait at a named barrier for `num_threads` threads of the CTA, which are whole warps; it is not the barrier of the whole CTA.
 __device__ inline void partial_barrier(int num_threads) { asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory"); }
 
 __device__ inline int cluster_rank() {

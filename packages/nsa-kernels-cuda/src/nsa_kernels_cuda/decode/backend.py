@@ -1,4 +1,4 @@
-"""The backend `cuda` of the operation NSA: which decode steps it can and should serve. Routing compiles the kernels to decide."""
+"""The backend `cuda` of the operation NSA: which decode steps it can and should serve. Routing compiles the kernels, as a failure is a reason."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nsa_kernels_cuda.decode import op
 from nsa_kernels_cuda.decode.plan import FP8, KERNELS, KEYS, NUM_WARPS, WARP_SIZE, WIDTHS, Plan, Sizes, num_blocks_of
 
 ONLY_ON = (9, 0)
-"""The compute capability for whose clusters and shared memory the kernels are made."""
+"""The only compute capability that the kernels support; they are made for its clusters and shared memory."""
 CAPABILITY = Capability(
     device_types=("cuda",),
     min_compute_capability=ONLY_ON,
@@ -26,7 +26,7 @@ IS_PREFERRED = False
 """True when a step is faster than Triton's. On an H200 it takes 0.92 to 1.64 times as long (`3e3960f` against `02ffc5b`)."""
 UNMEASURED = "pages, FP8 stores, several or ragged rows (not timed on a GPU yet); name 'cuda' to use it"
 MOST_ROWS = 16
-"""Rows of a sequence above which policy is against the kernels."""
+"""Maximum rows of a sequence; for more rows there is a reason of policy against the kernels."""
 
 
 @frozen(kw_only=True)
@@ -38,7 +38,7 @@ class CudaDecode:
     capability: Capability = CAPABILITY
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason against the kernels for `request`; compiles them if they are not known to be incapable."""
+        """Return every reason against the kernels for `request`. If no limit rules them out, this compiles them."""
         reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
         policy = tuple(map(Reason.policy, _policy(request)))
         if reasons:
@@ -48,11 +48,11 @@ class CudaDecode:
         return ((Reason.incapable(unavailable),) if unavailable else ()) + policy
 
     def preference(self, request: BranchRequest) -> int:
-        """Return the priority: above Triton's kernels (100) if it is faster, else between them and the branches."""
+        """Return the priority: above Triton's kernels (100) if the step is faster, else below them."""
         return 110 if IS_PREFERRED else 50
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return why every process compiles the kernels again, if it does."""
+        """Return a note on why every process compiles the kernels again, or nothing if the cache on disk holds them."""
         is_incapable = any(reason.kind is ReasonKind.INCAPABLE for reason in self.reasons_against(request))
         note = "" if is_incapable else jit.note_on_cache(op.PLACED_SOURCE if _is_placed(request) else op.SOURCE, ONLY_ON)
         return (note,) if note else ()
@@ -86,7 +86,7 @@ def _limits(request: BranchRequest) -> list[str]:
 
 
 def _policy(request: BranchRequest) -> list[str]:
-    """Return why the kernels should not serve a step unless they are named."""
+    """Return why the kernels should serve a step only if the caller names them."""
     if request.layout not in CAPABILITY.layouts:
         return []
     found = [UNMEASURED] if _is_placed(request) else []
@@ -102,7 +102,7 @@ def _is_placed(request: BranchRequest) -> bool:
 
 
 def _why_no_room(kernel: str, request: BranchRequest) -> str:
-    """Return why the GPU of `request` holds no cluster of the plan; empty if it does, or if that GPU is not here."""
+    """Return why the GPU of `request` has no room for a cluster of the plan; "" if it has room, or if this machine lacks that GPU."""
     device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
     assert plan is not None
     if device is None:

@@ -1,6 +1,7 @@
 """The operation NSA for a step over stores, by the kernels of `csrc/decode.cu` and `csrc/decode_placed.cu`.
 
-The first take one row of each sequence, and stores of contiguous rows in q's dtype; the second any rows, pages and FP8.
+Kernels of `decode.cu` support one row of each sequence, and stores of contiguous rows in q's dtype. Those of `decode_placed.cu` also support
+several rows of a sequence, ragged rows, pages and FP8.
 """
 
 import math
@@ -30,7 +31,7 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
     """Return the gated sum and the choice of the rows of a step; see `nsa_core.backends.base.FusedBackend`. It has no gradient.
 
     Raises:
-        InputError: if the kernels cannot read the operands for a reason that routing does not see.
+        InputError: if the kernels cannot read the operands for a reason that routing does not check.
     """
     _check(queries, cmp, slc, win)
     found: FusedOutput = _op(queries, cmp, slc, win, gates, geometry=geometry, scale=scale)
@@ -38,7 +39,7 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
 
 
 def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
-    """Raise InputError if the kernel, which gets only addresses, would read wrong data."""
+    """Raise InputError if the kernel would read wrong data: it gets only addresses and cannot check the operands."""
     if queries.start is None:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} without positions (the kernel takes steps over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):
@@ -71,7 +72,7 @@ _op = attention_op("nsa_cuda::decode", _decode, operation=Operation.NSA)
 def launch_of(
     queries: Queries, stores: tuple[Keys, Keys, Keys], gates: Tensor, out: Tensor, indices: Tensor, *, geometry: BlockGeometry, scale: float
 ) -> tuple[str, ClusterLaunch]:
-    """Return the kernel, and the launch that writes `out` and `indices`; `stores` are those of cmp, slc, win."""
+    """Return the name of the kernel, and the launch that writes `out` and `indices`; `stores` are those of cmp, slc, win."""
     cmp, _slc, win = stores
     (batch, num_rows, num_heads, head_dim_qk), (num_groups, head_dim_v) = queries.q.shape, cmp.v.shape[2:]
     num_blocks = num_blocks_of(cmp.max_count, geometry)
@@ -81,7 +82,7 @@ def launch_of(
         raise InputError(f"{num_blocks} blocks in a sequence (a cluster's shared memory does not hold their scores); use 'triton'")
     gates = gates if gates.dtype in (torch.float32, queries.q.dtype) else gates.float()
     copied = (queries.q, *(x for keys in stores for x in (keys.k, keys.v)))
-    # routing checks it, but not while a graph is traced; a misaligned copy would end the process's use of the GPU
+    # routing checks this too, but not while a graph is traced. After a misaligned copy the process could no longer use the GPU
     if head_dim_qk % 16 or head_dim_v % 16 or any(x.data_ptr() % 16 for x in copied):
         raise InputError("q, k or v starts off a multiple of 16 bytes, or 16 does not divide D_k or D_v; copy it, or use 'triton'")
     tensors = (*copied, gates, win.first, queries.start, queries.count, out, indices)
@@ -103,7 +104,7 @@ def launch_of(
 
 
 def _rows_of(keys: Keys) -> int:
-    """Return the rows that a store holds of a sequence, at most."""
+    """Return the maximum number of rows that a store holds for one sequence."""
     num_pages, num_rows = keys.k.shape[:2]
     if keys.page_table is None:
         return num_rows
@@ -111,7 +112,7 @@ def _rows_of(keys: Keys) -> int:
 
 
 def _placement_of(queries: Queries, stores: tuple[Keys, Keys, Keys]) -> tuple[Tensor | int | None, ...]:
-    """Return what a kernel of PLACED_SOURCE takes behind the others' arguments."""
+    """Return the arguments that a kernel of PLACED_SOURCE takes after those that all kernels take."""
     _cmp, slc, win = stores
     scales = (slc.k_scale, slc.v_scale, win.k_scale, win.v_scale)
     pages = ((max(1, keys.k.shape[1]), keys.k.shape[0]) for keys in stores)

@@ -1,4 +1,4 @@
-"""The clusters of a step, and the shared memory of their CTAs, in plain numbers."""
+"""Compute the cluster size of a step, and the shared memory of a CTA, from plain numbers."""
 
 from typing import NamedTuple
 
@@ -10,21 +10,21 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
 
 KERNELS = {torch.bfloat16: "decode_bfloat16", torch.float16: "decode_float16"}
-"""The kernels for each dtype; the largest D_v follows in their names, and PLACED."""
+"""Beginning of the kernels' names for each dtype. The largest D_v follows in the name, then PLACED for kernels of `decode_placed.cu`."""
 PLACED = "_placed"
-"""The ending of kernels for several or ragged rows, stores in pages and stores of FP8."""
+"""Ending of the names of kernels that support several or ragged rows, stores in pages and FP8 stores."""
 FP8 = torch.float8_e4m3fn
 WIDTHS = (128, 256)
-"""Largest D_v whose outputs a kernel's threads hold."""
+"""Largest D_v that each kernel supports, because its threads hold the outputs in registers."""
 NUM_WARPS = 8
 WARP_SIZE = 32
 ROWS = 16
 """Heads of a tile: the rows of a tensor-core product."""
 KEYS = 16
-"""Keys of a tile, and so the maximum of compressed keys from one selection block to the next."""
+"""Keys of a tile. So at most this many compressed keys may begin in one selection block."""
 MOST_STAGES = 4
 CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
-"""CTAs of a cluster, by the maximum number of pairs of a row and a KV head; 1 for more pairs. Up to 64 pairs give at most 128 CTAs."""
+"""Maximum number of pairs of a row and a KV head -> CTAs of a cluster; 1 for more pairs. Up to 64 pairs take at most 128 CTAs."""
 MOST_RANKS = 16
 
 
@@ -72,7 +72,7 @@ class Plan:
                 shared_bytes = shared_bytes_of(sizes, num_ranks, num_stages)
                 if shared_bytes <= SHARED_BYTES:
                     return cls(num_ranks=num_ranks, num_stages=num_stages, num_win_warps=num_win_warps, shared_bytes=shared_bytes)
-            # a CTA's share of the scores shrinks
+            # with more CTAs, each has a smaller share of the scores
             num_ranks *= 2
         return None
 

@@ -26,7 +26,7 @@ class FlashAttentionBackend:
     level: int = 40
     files: Files | None = threshold_files
     """Returns the tables of minimum lengths, the preferred one first; None: the backend serves every length."""
-    # a traced graph cannot declare an op
+    # the op is declared here, because a traced graph cannot declare one
     _op: Callable[..., BranchOutput] = field(init=False, eq=False, repr=False)
 
     @_op.default
@@ -70,7 +70,7 @@ class FirstProviderBackend:
         return evolve(FLASH_2, lse_gradient=all(each.capability.lse_gradient for each in self.providers.backends))
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return the reasons against the provider that serves, its minimum length included, or against all providers if none serves."""
+        """Return the reasons against the provider that serves, including its minimum length; if none serves, those against all providers."""
         serving = self._serving(request)
         if serving is not None:
             limits_of_one = self.providers.named(self.operation, serving).reasons_against(request)
@@ -79,7 +79,7 @@ class FirstProviderBackend:
         return (*(evolve(reason, message=f"{name}: {reason.message}") for name, reason in limits), UNMEASURED)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return the priority: one more than that of the provider that serves, which users can also name."""
+        """Return the priority: 1 above that of the backend of the provider that serves."""
         if request.device_type != "cuda":
             return -59
         serving = self._serving(request)
@@ -96,7 +96,7 @@ class FirstProviderBackend:
         return result
 
     def _serving(self, request: BranchRequest) -> str | None:
-        """Return the name of the backend that serves `request`; a call does not know whether its lse is differentiated, so that is ignored."""
+        """Return the name of the backend that serves `request`. Gradients of lse are ignored, because a call cannot know whether it needs one."""
         return self.providers.explain(evolve(request, needs_lse_grad=False)).chosen
 
 

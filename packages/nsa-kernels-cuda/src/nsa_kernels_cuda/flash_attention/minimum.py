@@ -12,7 +12,7 @@ Files = Callable[[], tuple[Path, ...]]
 
 
 def threshold_files() -> tuple[Path, ...]:
-    """Return the user's table and the shipped one. For a GPU, shape and direction, only the first table with an entry decides."""
+    """Return the user's table and the shipped one. For each GPU, shape and direction, the first table with an entry decides."""
     return user_file(), SHIPPED
 
 
@@ -35,7 +35,7 @@ def beats_triton(request: BranchRequest, provider: str, files: tuple[Path, ...])
 
 
 def _measured(request: BranchRequest, provider: str, files: tuple[Path, ...]) -> tuple[MinLength, ...]:
-    """Return the entries for calls like `request`, of the first table that has one. Comparisons with other providers are left out."""
+    """Return the entries for calls like `request` from the first table that has any. Comparisons with other providers are left out."""
     for path in files:
         found = tuple(entry for entry in table_of(path).of(request, provider) if not entry.against.startswith("flash_attn"))
         if found:
@@ -44,7 +44,7 @@ def _measured(request: BranchRequest, provider: str, files: tuple[Path, ...]) ->
 
 
 def _too_short(entry: MinLength, length: int) -> str:
-    """Return why a call of `length` tokens is too short; "" where it is not."""
+    """Return why a call of `length` tokens is too short; "" if it is long enough."""
     if entry.min_length is None:
         return f"measured up to {entry.max_length:,} tokens, it is at none of them enough faster than {entry.against}; name it to take it"
     if length < entry.min_length:

@@ -1,8 +1,9 @@
 """Compressed and sliding-window attention by a provider's plain causal attention.
 
-Compressed: write t = (l - 1) + d * u + r. The d queries with the same u see the same blocks 0 .. u (Eq. 7, 8). So the queries with the same r
-are plain causal attention over the blocks: r becomes the batch, u the sequence. Both are strides of q, which is not copied; keys and
-values are expanded over r. The last chunk may lack queries with a large r, whose sequences are then one shorter: this takes two calls.
+Compressed: write t = (l - 1) + d * u + r with 0 <= r < d. The d queries with the same u see the same blocks 0 .. u (Eq. 7, 8). So for each r, the
+queries with this r compute plain causal attention over the blocks: r is the batch index, u the position. Both are strides of q, which is
+not copied; keys and values are expanded over r. If the last chunk is incomplete, sequences of large r are one query shorter. So there
+are two calls: one for the values of r in the last chunk, one for the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from nsa_kernels_cuda.flash_attention.providers import Provider, ResultGradients
 
 
 class Chunks(NamedTuple):
-    """Queries of `num_rests` neighbouring values of r, `num_blocks` for each value."""
+    """The queries of one call: `num_rests` neighbouring values of r, with `num_blocks` queries for each."""
 
     first_row: int
     num_rests: int
@@ -92,12 +93,12 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
 
     def forward(queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> BranchOutput:
         q, k, v = (_with_dense_columns(x) for x in (queries.q, keys.k, keys.v))
-        # libraries launch on the current GPU
+        # the libraries launch on the current GPU, which may be another one
         with torch.cuda.device_of(q):
             if not is_window:
                 return attend_to_blocks(provider, q, k, v, geometry, scale)
             if not q.numel():
-                # libraries refuse an empty batch
+                # the libraries refuse an empty batch
                 return _nothing_seen(q, v)
             found = provider.forward(q, k, v, scale=scale, window=geometry.window_size)
             return BranchOutput(found.out.contiguous(), found.lse.contiguous())
@@ -109,7 +110,7 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
                 f"flash_attn[{provider.name}] was given a gradient of lse (it differentiates out alone); use backend 'triton' or 'sdpa'"
             )
         result = BranchOutput(*results)
-        # only lse may have a gradient
+        # dout is None if only lse has a gradient
         dout = torch.zeros_like(result.out) if dout is None else dout
         dout, q, k, v = (_with_dense_columns(x) for x in (dout, queries.q, keys.k, keys.v))
         given = ResultGradients(dout, dlse)
@@ -131,7 +132,7 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
 
 @cache
 def _providers_named(name: str) -> list[Provider]:
-    """Return the list of the providers of one name that have ops; those after the first have a number in their op's name."""
+    """Return the list of providers of one name that have ops. From the second provider on, the op's name has a number."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""The libraries that compute causal attention, behind the same two calls, and the limits of each.
+"""Adapters that give each library's causal attention the same two calls, `forward` and `backward`, and list its limits.
 
 Tensors are q (B, S, H, D_k), k (B, S, G, D_k), v (B, S, G, D_v) and lse (B, S, H); the last dimension is contiguous, the others need not
 be. Query t sees keys t - window + 1 .. t, or all keys up to t if window is None.
@@ -49,7 +49,7 @@ class Provider(Protocol):
     """One library's causal attention."""
 
     def __hash__(self) -> int:
-        """Return a hash by value: an op is declared once for each provider."""
+        """Return a hash by value, because an op is declared once for each provider."""
 
     @property
     def name(self) -> str:
@@ -57,14 +57,14 @@ class Provider(Protocol):
 
     @property
     def is_installed(self) -> bool:
-        """Return True if its package is installed; imports nothing of it."""
+        """Return True if the provider's package is installed; does not import the package."""
 
     @property
     def capability(self) -> Capability:
-        """Return the abilities of the provider that a Capability can express."""
+        """Return the part of the provider's abilities and limits that a Capability can express."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason why the provider cannot serve `request`, reasons by its capability included."""
+        """Return every reason why the provider cannot serve `request`, including reasons from its capability."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         """Return attention and its lse."""
@@ -77,7 +77,7 @@ class Provider(Protocol):
 
 @frozen(kw_only=True)
 class FlashAttention2:
-    """flash-attn 2, by the functions below its autograd, as released in 2.8. Not tested: it could not be installed on the author's machine."""
+    """flash-attn 2, by the functions that its autograd calls, as in release 2.8. Not tested: it could not be installed on the author's machine."""
 
     name: str = "fa2"
     capability: Capability = FLASH_2
@@ -101,7 +101,7 @@ class FlashAttention2:
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for that of out."""
+        """Return the gradients of q, k and v, given the gradient of out."""
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         found = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
@@ -136,7 +136,7 @@ class TorchFlash:
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for that of out."""
+        """Return the gradients of q, k and v, given the gradient of out."""
         left, right = _sides(window)
         # without dropout the generator's state is not read
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -150,7 +150,7 @@ class TorchFlash:
 
 @frozen(kw_only=True)
 class FlashAttention4:
-    """flash-attn 4 (`flash_attn.cute`), by the functions below its autograd, as in 4.0.0b36. This adapter has not run yet."""
+    """flash-attn 4 (`flash_attn.cute`), by the functions that its autograd calls, as in 4.0.0b36. This adapter has not run yet."""
 
     name: str = "fa4"
     capability: Capability = FLASH_4
@@ -165,7 +165,7 @@ class FlashAttention4:
         found = _missing(self, "flash-attn-4") + _reasons(self, request)
         if request.compute_capability not in (None, (9, 0)):
             found += (Reason.incapable("compute capability {}.{} (the adapter is for 9.0)".format(*request.compute_capability)),)
-        # without grouping it supports unequal head dimensions
+        # without GQA it supports unequal head dimensions
         is_grouped = request.num_heads != request.num_kv_heads
         return found + (_unequal_heads(request) if request.needs_grad and is_grouped else ())
 
@@ -182,7 +182,7 @@ class FlashAttention4:
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for those of out and lse."""
+        """Return the gradients of q, k and v, given those of out and lse."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         left, right = (None, None) if window is None else (window - 1, 0)
@@ -196,10 +196,10 @@ class FlashAttention4:
 
 @frozen(kw_only=True)
 class TorchCudnn:
-    """cuDNN's attention as built into torch, by the ops below its autograd, as in 2.11 to 2.13. This adapter has not run yet.
+    """cuDNN's attention as built into torch, by the ops that autograd calls, as in 2.11 to 2.13. This adapter has not run yet.
 
-    Its causal mask has no window. torch caches a plan of cuDNN for each size and stride of q, k and v, and finds the backward pass's by
-    them alone: out, lse and their gradients are given in one layout.
+    Its causal mask has no window. torch caches cuDNN's plans by the sizes and strides of q, k and v alone. So out, lse and their gradients
+    must always have the same layout, or the backward pass would use a plan for another layout.
     """
 
     name: str = "cudnn"
@@ -239,11 +239,11 @@ class TorchCudnn:
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for that of out."""
+        """Return the gradients of q, k and v, given the gradient of out."""
         rows = q.shape[1]
         assert window is None or window >= rows
         q, k, v, out, dout = (_for_cudnn(x).transpose(1, 2) for x in (q, k, v, result.out.contiguous(), grads.out.contiguous()))
-        # the lse of a row that was added is 0: its gradient of out is 0 as well
+        # a row that was added for padding has lse 0; its gradient of out is 0, too
         lse = pad(result.lse.transpose(1, 2), (0, q.shape[2] - rows)).unsqueeze(-1).contiguous()
         # without dropout the generator's state is not read
         state = torch.empty((), dtype=torch.int64, device=q.device)
@@ -258,19 +258,19 @@ PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFl
 
 
 def _sides(window: int | None) -> tuple[int, int]:
-    """Return the keys before and after a query's own that it sees; -1 means all."""
+    """Return how many keys a query sees before and after its own; -1 means all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
 def _for_cudnn(x: Tensor) -> Tensor:
-    """Return `x` (B, S, H, D) as cuDNN takes it: two rows or more, and strides of multiples of 16 bytes other than 0."""
+    """Return `x` (B, S, H, D) as cuDNN needs it: at least two rows, and strides that are non-zero multiples of 16 bytes."""
     x = pad(x, (0, 0, 0, 0, 0, 1)) if x.shape[1] == 1 else x
     is_taken = all(step and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
     return x if is_taken else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cudnn_problem() -> str:
-    """Return why cuDNN cannot be used; "" if it can. Loads it."""
+    """Return why cuDNN cannot be used; "" if it can. This loads cuDNN."""
     try:
         found = torch.backends.cudnn.version() or 0
     except RuntimeError as error:
