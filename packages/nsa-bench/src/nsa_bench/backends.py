@@ -1,13 +1,13 @@
 """`nsa-bench backends`: show the backend that serves each operation of a described call, and every reason against the others.
 
-Routing reads only plain numbers, so the call may be for another machine.
+Routing reads only plain numbers, so the call may describe another machine.
 
 The JSON file (`routing.json`):
     environment: this machine, see `nsa_core.environment.describe_environment`.
-    device: `type` ("cpu" | "cuda"), `compute_capability` ("8.9" or null), `is_simulated` (true where it is not this machine's).
+    device: `type` ("cpu" | "cuda"), `compute_capability` ("8.9" or null), `is_simulated` (true if this machine has no such device).
     request: the facts that all operations share: geometry (by name), dtype, kv_dtype ("bfloat16"), batch, num_sequences, num_queries,
-        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic. Only `append` differs: its rows
-        have num_kv_heads heads, and for a call on whole sequences it is the prefill of a cache (layout "cached").
+        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic. Only the request of `append` differs: its rows
+        have num_kv_heads heads, and a call on whole sequences counts as the prefill of a cache (layout "cached").
     operations: a list in the order of `Operation`; each has `operation`, `needs_grad`, `chosen` (a name, or null where
         "auto" finds none) and `candidates`, most preferred first: `name`, `preference`, `is_eligible` ("auto" may take it),
         `is_capable` (it runs when it is named), `reasons`, each `kind` ("incapable" | "policy") and `message`, and `notes`
@@ -121,10 +121,10 @@ def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | 
 
 
 def make_request(operation: Operation, device: Device, shape: CallShape) -> BranchRequest:
-    """Return the request of the public operations in the call `shape`; selection and the cache's operations carry no gradient.
+    """Return the request of `operation` in the call `shape`; selection and the cache's operations have no gradient.
 
-    Only a cache uses APPEND and ROTATE. Their requests treat the rows of the call as rows of a cache, for layouts of whole sequences as its
-    prefill.
+    Only a cache uses APPEND and ROTATE. Their requests treat the rows of the call as rows of a cache. Rows of whole sequences are the
+    prefill of that cache.
     """
     dtype = dtype_of(shape.dtype, device.type)
     backward = not shape.is_decode if shape.backward is None else shape.backward
@@ -173,7 +173,7 @@ def _decision_to_json(decision: RoutingDecision) -> dict[str, Any]:
 
 
 def to_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the CSV's rows: every candidate of every operation, with the machine; one empty candidate if there is none."""
+    """Return the CSV's rows: one for every candidate of every operation, with the machine. An operation without candidates has one empty row."""
     common = {
         **{f"device_{name}": value for name, value in report["device"].items()},
         **{name: report["request"][name] for name in ("dtype", "layout", "num_queries", "num_keys")},

@@ -1,7 +1,7 @@
 """Dense causal attention by the fastest available kernels, which sparse attention must beat.
 
-Each kernel takes q (B, S, H, D), k, v (B, S, G, D) and returns (B, S, H, D_v). For kernels that need D_k = D_v, the shorter operand is
-padded with zeros, and that copy is part of their time.
+Each kernel takes q (B, S, H, D_k), k (B, S, G, D_k), v (B, S, G, D_v) and returns (B, S, H, D_v). If a kernel needs D_k = D_v, the narrower
+operand is padded with zeros, and that copy is part of the kernel's time.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def parse_baselines(text: str) -> tuple[str, ...]:
 
 
 def find_baseline(name: str, case: Case, device: torch.device) -> Baseline:
-    """Return the kernel `name` for `case`, which has one sequence; only a run shows whether the kernel supports the case."""
+    """Return the kernel `name` for `case`, which must have one sequence. Whether the kernel supports the case shows only when it runs."""
     if name == "flash":
         return Baseline(name="SDPA flash", run=_sdpa(SDPBackend.FLASH_ATTENTION, is_padded=True))
     if name == "cudnn":
@@ -90,7 +90,7 @@ def _equal_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _flex(case: Case, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # a fresh cache: after a few shapes torch.compile would fall back to eager, which stores all scores
+    # clear the compilation cache: after a few shapes torch.compile would fall back to eager, which stores all scores
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = causal_block_mask(case.seq_len, device)
@@ -110,7 +110,7 @@ def causal_block_mask(length: int, device: torch.device) -> Any:
 
     count = -(-length // FLEX_BLOCK)
     block = torch.arange(count, device=device, dtype=torch.int32)
-    # row i: block i in part, blocks 0 .. i - 1 wholly; a truncated last row has all of them in part
+    # row i sees block i in part and blocks 0 .. i - 1 wholly; if the last row is truncated, it sees all blocks in part
     in_part, whole = torch.ones_like(block), block.clone()
     if length % FLEX_BLOCK:
         in_part[-1], whole[-1] = count, 0
@@ -154,7 +154,7 @@ def _flash_attn(device: torch.device) -> Baseline:
 def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> Attention:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale, dim_v = q.shape[-1] ** -0.5, v.shape[-1]
-        # newer versions take D_k != D_v forward, but not backward with grouped heads
+        # newer versions support D_k != D_v in the forward pass, but with grouped heads not in the backward pass
         if is_always_padded or torch.is_grad_enabled():
             q, k, v = _equal_dims(q, k, v)
         out = function(q, k, v, softmax_scale=scale, causal=True)
@@ -165,10 +165,10 @@ def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> 
 
 
 def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return dense attention of one query of each sequence, q `(B, H, D)`, over k, v `(B, T, G, D)`, by name.
+    """Return name -> call of dense attention for one query of each sequence: q `(B, H, D_k)`, k `(B, T, G, D_k)`, v `(B, T, G, D_v)`.
 
-    A group's heads are the rows of one query tile. For a kernel that needs D_k = D_v, values are stored
-    as wide as keys; this copy is not part of its time.
+    A group's heads are the rows of one query tile. If a kernel needs D_k = D_v, values are stored as wide as keys; this copy is not part
+    of its time.
     """
     # no copy if they already have this width
     wide = v if v.shape[3] >= k.shape[3] else pad(v, (0, k.shape[3] - v.shape[3]))
@@ -189,7 +189,7 @@ def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[
 
 
 def flash_attn_decode(name: str, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the calls of a version of flash-attn by name; newer ones split keys only on request, and choose the number where it is 0."""
+    """Return name -> call for a version of flash-attn. Newer versions split keys only on request; 0 lets them choose the number of splits."""
     found: dict[str, Callable[[], object]] = {name: partial(function, q, k, v, causal=False)}
     if "num_splits" in signature(function).parameters:
         found[f"{name} split"] = partial(function, q, k, v, causal=False, num_splits=0)

@@ -15,7 +15,7 @@ OURS = ("nsa", "cmp", "select", "slc", "win")
 DENSE = "dense"
 KIBI = 1024
 MOST_TOKENS = 2**31 - 1
-"""The most that an int32 holds, in which positions and lengths are kept."""
+"""Largest int32; positions and lengths are int32."""
 LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
 """Default lengths on a GPU, in tokens."""
 CPU_LENGTHS = "256"
@@ -84,14 +84,14 @@ SHAPES = {
 
 
 def head_shape(num_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_v: int) -> HeadShape:
-    """Return a shape that is named by its numbers, as `--shapes 32/8/128/128` gives it."""
+    """Return a shape whose name is its numbers, as in `--shapes 32/8/128/128`."""
     name = f"{num_heads}/{num_kv_heads}/{head_dim_qk}/{head_dim_v}"
     return HeadShape(name, num_heads, num_kv_heads, head_dim_qk, head_dim_v)
 
 
 @frozen(kw_only=True)
 class Case:
-    """One set of inputs: a batch entry of `seq_len` tokens, or `lengths` packed sequences that sum to it."""
+    """One set of inputs: a sequence of `seq_len` tokens, or packed sequences of `lengths` tokens, which sum to `seq_len`."""
 
     shape: HeadShape
     seq_len: int
@@ -149,12 +149,12 @@ def dtype_of(name: str | None, device_type: str) -> torch.dtype:
 
 
 def given(text: str | None, default: str) -> str:
-    """Return `default` where an option was not given; an empty text was given."""
+    """Return the option's `text`, or `default` if the option was not given (None). An empty text counts as given."""
     return default if text is None else text
 
 
 def lengths_of(text: str | None, device: torch.device) -> tuple[int, ...]:
-    """Return the token counts of `--lengths`: by default those that `device` measures.
+    """Return the token counts of `--lengths`; by default those for the type of `device`.
 
     Raises:
         OptionError: as `parse_lengths`.
@@ -163,7 +163,7 @@ def lengths_of(text: str | None, device: torch.device) -> tuple[int, ...]:
 
 
 def parse_names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of "nsa,slc", each of `known`, in that order and once each.
+    """Return the names in a text such as "nsa,slc", in the order of `known` and once each.
 
     Raises:
         OptionError: for an unknown name.

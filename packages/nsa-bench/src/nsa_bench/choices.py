@@ -1,8 +1,8 @@
 """`nsa-bench choices`: record the blocks that the layers of a trained model choose on held-out sequences, and summarise them.
 
-The figures of a layer are means over KV heads (the last two: query heads) and over queries that had to choose, those with more than n
-candidates. A union is over aligned runs of neighbouring queries. A distance is counted in blocks, from a query's own block to a free one.
-The first tile of a row is its first `FIRST_TILE` compressed keys, whose maximum kernels subtract from its scores.
+The figures of a layer are means over KV heads (the last two figures: over query heads) and over queries with more than n candidates, which had
+to choose. A union is taken over aligned runs of neighbouring queries. A distance is counted in blocks, from a query's own block to a free
+block. The first tile of a row is its first `FIRST_TILE` compressed keys; kernels subtract the maximum of its scores from all of the row's scores.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from nsa_train.parallel.world import local_device
 from nsa_train.settings.config import RunConfig
 
 RUNS = (4, 8, 16)
-"""Numbers of neighbouring queries whose union is counted."""
+"""Lengths of the runs of neighbouring queries whose different blocks are counted."""
 FIRST_TILE = 64
 """Compressed keys of a row's first tile."""
 MOST_NATS = 13.0
-"""Rows are counted if their largest score is more than this above the maximum of their first tile."""
+"""A row is counted if its largest score is more than this many nats above the maximum of its first tile."""
 SCORES = 2**26
 """Maximum scores that are computed at a time, for a part of the rows."""
 
@@ -108,7 +108,7 @@ def choosing_layers(model: Decoder) -> dict[int, NativeSparseAttention]:
 
 
 def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttention]) -> list[Tensor]:
-    """Return the first `count` held-out sequences int64 `(S,)` in which a query of every layer has to choose.
+    """Return the first `count` held-out sequences, int64 `(S,)`, that are so long that some query of every layer has to choose.
 
     Raises:
         BenchError: if there is no such sequence.
@@ -195,7 +195,7 @@ def first_tile_excess(choice: Choice) -> Tensor:
         visible = num_keys < num_visible_blocks(positions, choice.geometry).unsqueeze(1)
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         excess = scores.amax(-1) - scores[..., :FIRST_TILE].amax(-1) if len(keys) else scores.new_zeros(scores.shape[:-1])
-        # -inf minus -inf, if a row sees none
+        # a row that sees no key has -inf minus -inf, which is NaN
         found[first : first + step] = excess.nan_to_num(nan=0.0).flatten(1)
     return found
 

@@ -1,8 +1,8 @@
-"""`nsa-bench compare`: compare our whole operation with other packages that pip installs, on inputs that all of them take.
+"""`nsa-bench compare`: compare our whole operation with other packages that pip installs (peers), on inputs that all of them support.
 
-All branches use one K and V, compressed by the mean over blocks of l = d = l' tokens, because all peers support this. Our
-time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, gives the reason. Peers are
-compared, not checked: some define the operation differently, and the error shows the size of the difference.
+All branches use one K and V, compressed by the mean over blocks of l = d = l' tokens, because all peers support this. Our time includes the
+compression, as theirs does. If a peer is not installed, or does not support a case, the result gives the reason. A peer gets a time
+whatever its error is: some peers define the operation differently, and the error shows the size of the difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,8 +106,8 @@ class FlashLinearAttention:
 class NativeSparseAttentionPytorch:
     """`SparseAttention` of native-sparse-attention-pytorch: a layer, of which only the attention is used.
 
-    It attends to its own zero key in addition to the compressed keys, adds the query's own block to n others that it chooses
-    by the mean of scores, and gathers keys per query, so that long sequences do not fit.
+    It attends to a zero key of its own in addition to the compressed keys. It chooses n blocks by the mean of scores, and adds the query's own
+    block. It gathers keys for each query, so that long sequences do not fit into memory.
     """
 
     name: str = "native-sparse-attention-pytorch"
@@ -126,7 +126,7 @@ class NativeSparseAttentionPytorch:
         return [reason for is_so, reason in found if is_so]
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
-        """Return its forward pass without projections: projections, the norm, RoPE and its gate's MLP are replaced."""
+        """Return its forward pass without projections: its projections, norm, RoPE and gate MLP are replaced."""
         layer = _bare_layer(import_module("native_sparse_attention_pytorch"), case).to(device=device, dtype=case.dtype)
 
         def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _bare_layer(package: Any, case: Case) -> Any:
         dim_head=shape.head_dim_qk,
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
-        # it sees one token more than its setting
+        # its window has one token more than its setting
         sliding_window_size=geometry.window_size - 1,
         compress_block_size=geometry.compression_block_size,
         compress_block_sliding_stride=geometry.compression_stride,
@@ -221,7 +221,7 @@ def make_comparisons(options: CompareOptions) -> tuple[torch.device, tuple[Job, 
 
 
 def run_comparisons(jobs: tuple[Job, ...], setup: Setup, peers: tuple[Peer, ...] = PEERS) -> Iterator[Measurement]:
-    """Yield our measurements of every case, then those of every peer, or why it has none."""
+    """Yield our measurements of every case, then those of every peer, or the reason why the peer has none."""
     for job in jobs:
         try:
             free_cached_memory(setup.device)
@@ -274,7 +274,7 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
     """Return the expected attention over one shared K and V; without the window if the peer has none."""
     sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
-    # scores use the compressed keys as all implementations store them, rounded to the inputs' dtype
+    # all implementations store compressed keys in the inputs' dtype, so the expected scores use the rounded keys, too
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}
     chosen, kept = choices(compressed, sample)
 

@@ -1,7 +1,8 @@
 """`nsa-bench decode`: time one step over full caches, from Python and by CUDA graph, and compare it with dense attention and other packages.
 
-A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
-random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong step gets no time.
+A step writes its rows into the caches (APPEND) and computes the attention of all branches. Projections, RoPE of its rows and gates are not part
+of it. The caches hold random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong
+step gets no time.
 """
 
 import time
@@ -49,7 +50,7 @@ CHECKED_SEQUENCES = 2
 """Sequences of a batch that are compared with the reference."""
 STEP_PARTS = ("total", "append", "attend")
 BRANCH_PARTS = ("cmp", "sel", "win")
-"""Single branches: they have their own kernels, which are compiled for each case and which a step does not run."""
+"""Single branches. They have kernels of their own, which a step does not run; these are compiled for each case."""
 HOST_COUNT = 10
 """Maximum repetitions of calls from Python on a GPU."""
 
@@ -100,7 +101,7 @@ class DecodeResult:
 
 
 def best_of(times: dict[str, float], way: str = "") -> float | None:
-    """Return the least time of any kernel or package, from Python or by graph ("graph ")."""
+    """Return the shortest time of any kernel or package, from Python or, with the prefix "graph ", by CUDA graph."""
     return min((time for name, time in times.items() if name.startswith("graph ") == bool(way)), default=None)
 
 
@@ -176,7 +177,7 @@ def measure_case(case: DecodeCase, device: torch.device, options: DecodeOptions)
 
 
 def _dense_kernels(step: "DecodeStep") -> tuple[dict[str, Callable[[], object]], list[str]]:
-    """Return dense attention over the selected branch's tokens in the rows' dtype, and why there is none."""
+    """Return name -> call of dense attention over the selected branch's tokens in the rows' dtype, and reasons why kernels are missing."""
     try:
         slc = keys_in_rows(step.slc, step.case.dtype)
         return dense_decode_kernels(step.queries.q[:, 0], slc.k, slc.v), []
@@ -208,7 +209,7 @@ def measure_peers(step: "DecodeStep", result: DecodeResult, peers: tuple[DecodeP
 
 
 def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Return the medians by name, from Python and on a GPU by graph, and notes on calls that could not be timed."""
+    """Return name -> median, from Python and, on a GPU, by CUDA graph; and notes on calls that could not be timed."""
     found, notes = {}, []
     for name, call in calls.items():
         try:
@@ -236,13 +237,13 @@ class _Record(AttentionObserver):
 
 
 def fill_with_noise(stores: Stores, generator: torch.Generator) -> None:
-    """Fill `stores` with normal random numbers; those of FP8, and their scales, with what `append` would write for them."""
+    """Fill `stores` with normal random numbers. FP8 stores and their scales get what `append` would write for such numbers."""
     for tensors, scales in ((stores.keys, stores.key_scales), (stores.values, stores.value_scales)):
         for name, store in tensors.items():
             if name not in scales:
                 store.normal_(generator=generator)
                 continue
-            # a sequence at a time, since float32 takes four times the memory
+            # one sequence at a time, because float32 takes four times the memory of FP8
             for numbers, row_scales in zip(store, scales[name], strict=True):
                 drawn, found = to_fp8(torch.randn(numbers.shape, device=store.device, generator=generator))
                 numbers.copy_(drawn)
@@ -270,7 +271,7 @@ class DecodeStep:
 
         self.start = torch.full((case.batch,), case.context - 1, dtype=torch.int32, device=device)
         self.count = torch.ones_like(self.start)
-        # `append`, or an operation that does not write q, runs right before
+        # the launch before the attention is `append`, or an operation that does not write q
         self.queries = Queries(normal(shape.num_heads, shape.head_dim_qk), 1, None, self.start, self.count, follows_append=True)
         self.gates = torch.rand(case.batch, 1, shape.num_heads, 3, device=device, generator=generator)
         self.rows = {
@@ -331,7 +332,7 @@ class DecodeStep:
         )  # fmt: skip
 
     def error_of(self, out: Tensor, window: Keys | None) -> float:
-        """Return the error of another package's output (B, H, D_v), whose sliding branch reads `window`, or which has none (None)."""
+        """Return the error of another package's output (B, H, D_v). Its sliding branch reads `window`; None if it has no such branch."""
         record = _Record()
         self.attend(observers=(record,))
         few = slice(min(CHECKED_SEQUENCES, self.case.batch))
@@ -342,16 +343,16 @@ class DecodeStep:
     def _reference(
         self, few: slice, chosen: Tensor, win: Keys | None = None, gates: Tensor | None = None
     ) -> tuple[Tensor, Tensor, int, int]:
-        """Return Eq. 5 with the blocks that were chosen, in float64 and by MATH in the case's dtype; choices that differ as near ties, and wrongly.
+        """Return Eq. 5 with the chosen blocks, in float64 and by SDPA's MATH in the case's dtype, and two counts of choices that differ.
 
-        It reads only the rows of the stores that the step's queries see; of FP8 stores it converts all rows of the compared sequences.
-        `win` and `gates` replace the step's own.
+        The first count is of near ties, the second of wrong choices. Only rows of the stores that the step's queries see are read; of FP8 stores
+        all rows of the compared sequences are converted. `win` and `gates` replace the step's own.
         """
         num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
         q = self.queries.q[few, 0].unflatten(1, (num_groups, -1))
 
         def branch(keys: Keys, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Return out, out by MATH, and weights over the rows at `positions` (B, G, m); those before 0 or after the last are not seen."""
+            """Return out, out by MATH, and weights over the rows at `positions` (B, G, m). Positions below 0 or after the last row are masked."""
             rows = positions.clamp(0, last) % keys.k.shape[1] if keys.ring else positions.clamp(0, last)
             k_scale, v_scale = (scale if scale is None else scale[few] for scale in (keys.k_scale, keys.v_scale))
             held = keys_in_rows(keys._replace(k=keys.k[few], v=keys.v[few], k_scale=k_scale, v_scale=v_scale), torch.float32)
@@ -387,7 +388,7 @@ class DecodeStep:
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the files; None is a value that was not measured. No prefill runs, so reads are those of the step."""
+    """Return a row of the files; None is a value that was not measured. The counted reads are those of the step, because no prefill runs."""
     shape = one.case.shape
     times = {
         f"{way}ms_{name}": one.times.get(f"{way.replace('_', ' ')}{name}")

@@ -40,9 +40,9 @@ SETTLING = 4
 """Tokens of a generation, after the first, that are not timed: steps are captured then."""
 GENERATIONS = 3
 LOOPS, LOOP_STEPS = 3, 20
-"""A step by graph takes the median of so many loops, each divided by its steps."""
+"""Number of loops. The time of a step by graph is the median of the loops' times, each divided by its number of steps."""
 ROOM = 2 + LOOPS * LOOP_STEPS + 1
-"""Steps of a measurement by graph: before a capture and in it, the warm-up, the loops."""
+"""All steps of a measurement by graph: those before and during the capture, the warm-up, and the loops."""
 
 
 @frozen(kw_only=True)
@@ -66,7 +66,7 @@ class GenerateCase:
 
     @property
     def num_generated(self) -> int:
-        """Return the new tokens of a sequence: the first one, those that settle, and those that are timed."""
+        """Return the number of new tokens of a sequence: the first one, those before steps are captured, and those that are timed."""
         return 1 + SETTLING + self.new_tokens
 
     def model_config(self, attention: str) -> Any:
@@ -96,7 +96,7 @@ class GenerateCase:
 
 @frozen(kw_only=True)
 class GenerateResult:
-    """The figures of one case. A way without a figure has a reason."""
+    """The figures of one case. If a way of generation has no figure, it has a reason."""
 
     case: GenerateCase
     step_ms: dict[str, float] = attrs.field(factory=dict)
@@ -196,9 +196,9 @@ def _by_transformers(case: GenerateCase, device: torch.device) -> dict[str, Any]
 
 
 class Stamps:
-    """A processor of logits that changes nothing and notes when those of the tokens with the numbers `noted` are there.
+    """A logits processor that changes nothing, and records the time at which the logits of the tokens with numbers `noted` are ready.
 
-    It waits for the GPU at these tokens only, because a loop may run ahead of it.
+    It waits for the GPU at these tokens only, because otherwise the loop on the host may run ahead of the GPU.
     """
 
     def __init__(self, noted: Collection[int], device: torch.device) -> None:
@@ -218,7 +218,7 @@ class Stamps:
 
 
 def times_of_generate(model: Any, case: GenerateCase, device: torch.device) -> dict[str, float]:
-    """Return medians of GENERATIONS: the ms until a prompt's first token, and those of a token after SETTLING more, a mean over all of them."""
+    """Return medians over GENERATIONS, in ms: the time until the first token, and the mean time of a token after SETTLING more tokens."""
     prompt = torch.randint(0, case.vocab_size, (case.batch, case.prompt), device=device)
 
     def generated() -> tuple[float, list[float]]:
@@ -269,7 +269,7 @@ class Step(nn.Module):
 
 
 class NSAStep(Step):
-    """A step of an NSA decoder over static caches, which take its token."""
+    """A step of an NSA decoder over static caches, to which it appends its token."""
 
     def __init__(self, config: Any, case: GenerateCase) -> None:
         """Build the decoder of `config`, an `NSAModelConfig`."""
@@ -284,7 +284,7 @@ class NSAStep(Step):
         self.decoder.hidden(self.decoder.embedding(torch.randint(0, case.vocab_size, (case.batch, case.prompt))), caches=self.caches)
 
     def logits(self) -> Tensor:
-        """Return the logits of the current ids, which the caches take."""
+        """Append the current ids to the caches and return their logits."""
         found: Tensor = self.decoder(self.get_buffer("ids"), caches=self.caches)
         return found
 
@@ -301,7 +301,7 @@ def _dense_by_graph(case: GenerateCase, device: torch.device) -> dict[str, Any]:
             step.use(kernel)
             logits = step.logits()
             expected = logits if expected is None else expected
-            # rounding differs by kernel in every layer; mixed heads differ by far more
+            # rounding differs between kernels in every layer; with heads mixed up, the difference is far larger
             if max_error(logits, expected) > 2**-5 * largest(expected):
                 raise RuntimeError("other logits than the first kernel")
             call = replay_of(step, device) if device.type == "cuda" else step
@@ -362,7 +362,7 @@ class FullCacheAttention(DenseAttention):
         return dense_decode_kernels(q, self.get_buffer("keys"), self.get_buffer("values"))
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Return `(B, 1, hidden)` of x of the same shape, whose keys and values become the last of the cache."""
+        """Return `(B, 1, hidden)` for x of the same shape; the keys and values of x become the last ones of the cache."""
         keys, values, position = self.get_buffer("keys"), self.get_buffer("values"), self.get_buffer("position")
         q, k = self._projected(x)
         keys[:, -1:] = self.rope(k, position)

@@ -57,7 +57,7 @@ def drifting_queries(tokens: int, case: Case, correlation: float, generator: tor
     shape, device = case.shape, generator.device
     width = shape.num_heads * shape.head_dim_qk
     step = torch.arange(CHUNK, device=device)
-    # row i of a chunk is the decayed sum of the chunk's noise up to i and of the last row before the chunk
+    # row i of a chunk is the decayed sum of the chunk's noise up to row i, plus the decayed last row before the chunk
     fading = torch.where(step.unsqueeze(1) >= step, float(correlation) ** (step.unsqueeze(1) - step).clamp(min=0), 0.0)
     fading, carried = fading * (1 - correlation**2) ** 0.5, float(correlation) ** (step + 1).unsqueeze(1)
     q = torch.empty(tokens, width, device=device, dtype=case.dtype)
@@ -99,7 +99,7 @@ def _probes(case: Case, device: torch.device) -> list[Piece]:
 
 
 def _probe(case: Case, piece: Piece, k_cmp: Tensor, correlation: float, generator: torch.Generator) -> float | None:
-    """Return the share that persists among the piece's queries if they drift with `correlation`."""
+    """Return the share of free blocks that persists among the piece's queries if they drift with `correlation`."""
     count = len(piece.positions)
     q = drifting_queries(count, case, correlation, generator).float()
     keys = k_cmp[piece.first_block : piece.first_block + piece.num_blocks].float()
@@ -114,9 +114,9 @@ def positions_of(case: Case, device: torch.device) -> Tensor:
 def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tensor:
     """Return int32 block_indices `(1, S, G, n)`: valid choices, ascending, whose free blocks persist as the case says.
 
-    The free blocks 1 .. F of a query, F = n less the forced ones, are held in F slots. Slot s draws among the free
-    candidates j with j = s modulo F, so that no block is listed twice, and draws again with the stated probability. Recorded choices are
-    mapped by the rule of `recorded`.
+    A query has F slots for free blocks, where F is n minus the forced blocks. Slot s draws among the free candidates j with j = s modulo F, so
+    that no block is listed twice. For each next query a slot draws again with the probability that the case states. Recorded choices
+    are mapped by the rule of `recorded`.
     """
     if isinstance(case.selection, Recorded):
         return mapped_choice(case, read_recording(case.selection.path), device).unsqueeze(0)
@@ -172,7 +172,7 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
     # a new draw may fall on the old block
     odds = (1 - _share_kept(case)) * choices / (choices - 1).clamp(min=1)
     anew = torch.rand(sizes, device=device, generator=generator) < odds
-    # a slot without a candidate draws as soon as it has one, as does every sequence at its start
+    # a slot without a candidate draws as soon as it has one; every slot draws at the start of a sequence
     anew[1:] |= block[:-1] < 0
     anew |= (positions == 0).view(-1, 1, 1)
     rows = torch.arange(len(positions), device=device).view(-1, 1, 1)

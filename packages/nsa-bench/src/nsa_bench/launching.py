@@ -1,4 +1,4 @@
-"""Starts runs of nsa-train in processes of their own, which end with this one. Imports no torch."""
+"""Environment and signals for runs of nsa-train in child processes, which end if this process ends. Imports no torch."""
 
 import os
 import signal

@@ -2,8 +2,8 @@
 
 The layer itself fills a static cache with random rows. Its steps are timed in five ways: the linear maps alone, the operations of the backends
 (append and attention) alone, the step in one CUDA graph, the step as the layer's ordinary call (a cache on a GPU captures its steps), and the same
-call with captures off. Nothing is written to L2 between two steps: the weights of a layer with hidden size 4,096 fill it. A layer gets no times if
-its reads are wrong, or if captured and eager outputs differ.
+call with captures off. L2 is not flushed between two steps, because the weights of a layer with hidden size 4,096 fill it anyway. A layer gets no
+times if its reads are wrong, or if captured and eager outputs differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,8 +42,8 @@ GPU_STEPS, CPU_STEPS = 40, 3
 FILL_TOKENS = 65536
 """Tokens of all sequences together that the layer reads at a time when it fills the cache."""
 WAYS = ("projections", "operations", "graph", "captured", "eager")
-"""What is timed: the linear maps of a step alone, and its operations alone, each by CUDA graph; the step in one CUDA graph, with the cache's second
-streams; the layer's ordinary call with a cache that captures its steps; and that call with captures off."""
+"""The ways in which a step is timed: its linear maps alone, and its operations alone, each by CUDA graph; the step in one CUDA graph, with the
+cache's second streams; the layer's ordinary call with a cache that captures its steps; and that call with captures off."""
 
 
 @frozen(kw_only=True)
@@ -64,13 +64,13 @@ class LayerCase:
 
 @frozen(kw_only=True)
 class LayerResult:
-    """The figures of one case, or why it has none. Times are in ms a step; those by graph exist on a GPU alone."""
+    """The figures of one case, or why it has none. Times are in ms per step; times by CUDA graph exist only on a GPU."""
 
     case: LayerCase
     failure: str | None = None
     routes: str = ""
     times: dict[str, float] = attrs.field(factory=dict)
-    """Way -> time, of WAYS. Without a GPU nothing is captured, and projections and operations run from Python."""
+    """Way (one of WAYS) -> time. Without a GPU nothing is captured, and projections and operations run from Python."""
     error: float | None = None
     """Largest difference of a captured step from the eager one."""
     reads_actual: int | None = None
@@ -111,7 +111,7 @@ def make_layer_cases(options: LayerOptions) -> tuple[LayerCase, ...]:
 
 
 def steps_of_a_cache(device: torch.device) -> int:
-    """Return the most steps that a measurement runs on one cache."""
+    """Return the maximum number of steps that a measurement runs on one cache."""
     by_call = WARM_UPS + LOOPS * _steps(device)
     # a step before the capture, and the replays; or the step whose operations are repeated
     return CHECKED_STEPS + by_call + (1 + by_call if device.type == "cuda" else 1)
@@ -186,7 +186,7 @@ def measure_layer(case: LayerCase, device: torch.device) -> LayerResult:
 
 
 def _differences(outs: dict[str, Tensor]) -> list[str]:
-    """Return whether captured steps are not the eager ones, up to rounding."""
+    """Return a message if captured steps differ from eager ones by more than rounding; else an empty list."""
     if len(outs) < 2:
         return []
     error, limit = max_error(outs["captured"], outs["eager"]), allowed_error(outs["eager"], outs["eager"].dtype)
@@ -216,12 +216,12 @@ class LayerSteps:
         self.held = held
 
     def step(self, x: Tensor) -> Tensor:
-        """Return the layer's output `(B, S, hidden_size)` for x of the same shape, which the cache takes."""
+        """Return the layer's output `(B, S, hidden_size)` for x of the same shape; the step is appended to the cache."""
         out: Tensor = self.layer(x, cache=self.cache)
         return out
 
     def operations(self, x: Tensor) -> CallRecorder:
-        """Return the operations of one more step; repeated, they write and read the same rows again."""
+        """Run one more step and return its recorded operations. A repetition writes and reads the same rows again."""
         before = self.layer.registry
         assert before is not None
         recorded = self.layer.registry = CallRecorder(before)
@@ -245,7 +245,7 @@ class LayerSteps:
         return predicted_reads(self.held + CHECKED_STEPS, self.case.config.geometry)
 
     def wrong_reads(self) -> list[str]:
-        """Return a fault of the counted reads of the last step, of any sequence and KV head."""
+        """Return a message if the counted reads of the last step are wrong for some sequence and KV head; else an empty list."""
         reads = self.cache.last_reads
         if (reads is None) == self.case.count_reads:
             return ["reads were counted, or not, against the case"]

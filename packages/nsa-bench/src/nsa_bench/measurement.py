@@ -21,7 +21,7 @@ from nsa_core.testing.sampled import Check, Expected, backward_values, compare, 
 BUDGET_MS = 1500.0
 """Time spent on the repetitions of one measurement."""
 MIN_COUNT, MAX_COUNT = 3, 50
-"""Limits of the repetitions, for any budget: at least 10 for a call of up to a tenth of it, few for a longer call."""
+"""Minimum and maximum number of repetitions. A call that takes up to a tenth of the budget is repeated at least 10 times, a longer one less often."""
 WARM_UPS = 2
 FLUSH_BYTES = 256 * 2**20
 """Bytes that are written before every repetition: several times the L2 of any GPU so far."""
@@ -43,7 +43,7 @@ class Timing:
 
 
 def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf"), max_count: int | None = None) -> Timing:
-    """Return at most `max_count` times of `call` after a warm-up; only one if that already exceeds `patience_ms`."""
+    """Return at most `max_count` times of `call` after a warm-up; only one if that one already exceeds `patience_ms`."""
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARM_UPS if device.type == "cuda" else 1):
         call()
@@ -73,7 +73,7 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
 
 
 def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) -> list[float]:
-    """Return the times of `count` calls: by CUDA events, each after a write to all of `flushed`, or by the clock without it."""
+    """Return the times of `count` calls: by CUDA events, each after a write to all of `flushed`; by the clock if `flushed` is None."""
     if flushed is None:
         stamps = []
         for _ in range(count):
@@ -92,7 +92,7 @@ def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) ->
 
 
 def back_to_back_ms(call: Callable[[], object], device: torch.device, *, warm_ups: int, loops: int, count: int) -> float:
-    """Return the time of a call in ms: the median of `loops` loops, each of `count` calls without a wait between them; L2 stays as they leave it."""
+    """Return the time of a call in ms: the median over `loops` loops of `count` calls, without a wait between calls. L2 is not flushed."""
     for _ in range(warm_ups):
         call()
     times = []
@@ -136,7 +136,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device, held_before: int) -> int | None:
-    """Return the most bytes held during `call`, its inputs included, beyond `held_before`; None on a CPU."""
+    """Return the peak number of bytes held during `call`, including its inputs, minus `held_before`; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -161,14 +161,14 @@ class Job:
 
     case: Case
     operations: tuple[str, ...]
-    """Some of OURS."""
+    """Names of operations in OURS."""
     directions: tuple[Direction, ...] = tuple(Direction)
     baselines: tuple[str, ...] = ()
     """Dense kernels by name; packed cases have none."""
     is_timed: bool = True
-    """False: the results are only compared, and the memory is measured."""
+    """False: the results are only compared and the memory is measured, without times."""
     is_replayed: bool = False
-    """On a GPU, time CUDA graphs."""
+    """True: on a GPU, CUDA graphs are timed."""
     max_count: int | None = None
     """Maximum repetitions of a measurement; None: MAX_COUNT."""
     patience_ms: Mapping[Direction, float] = field(factory=dict, hash=False)
@@ -194,7 +194,7 @@ class Measurement:
     note: str = ""
     """Remarks on the time."""
     peak_bytes: int | None = None
-    """Most bytes held during forward and backward, inputs included; on CUDA, of the whole operation."""
+    """Peak number of bytes held during forward and backward, including inputs; only on CUDA, and only for the whole operation."""
     tensor_bytes: int | None = None
     """Bytes of the operands, out and their gradients, which every implementation needs."""
     overlap: float | None = None
@@ -325,7 +325,7 @@ def measure(
     held_before: int | None = None,
     patience_ms: Mapping[Direction, float] = MappingProxyType({}),
 ) -> Iterator[Measurement]:
-    """Yield `checked` with memory and time, as `finish`. If memory is measured, the expected values must have been freed before."""
+    """Yield `checked` with memory and time, as `finish` does. If memory is measured, the expected values must have been freed before."""
     case = tried.case
     dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
     total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)

@@ -1,7 +1,7 @@
-"""Other packages, where they are installed: the reasons against them, and their decode steps over the caches of `nsa-bench decode`.
+"""Other packages (peers): the reasons against them, and their decode steps over the caches of `nsa-bench decode`.
 
-Each gets the step's keys, values, queries and gates in its own layout; that copy is not part of its time. A step of a peer writes
-no rows. Peers are compared, not judged: their error is that of the reference with our choice of blocks.
+Each peer gets the step's keys, values, queries and gates in its own layout; that copy is not part of its time. A step of a peer writes
+no rows. A peer gets a time whatever its error is; the error is the difference from the reference with our choice of blocks.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def import_problem(module: str) -> str | None:
 
 
 def limits_of_fla(geometry: BlockGeometry, group_size: int, device: torch.device) -> list[str]:
-    """Return why `fla.ops.nsa` cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
+    """Return why `fla.ops.nsa` cannot run. It needs a GPU, a power of 2 of at least 16 for H/G, and the forced blocks that it supports."""
     problem, count = import_problem("fla.ops.nsa"), geometry.num_selected_blocks
     found = [
         (problem is not None, str(problem)),
@@ -59,7 +59,7 @@ class PeerStep(NamedTuple):
     call: Callable[[], Tensor]
     """Returns the output (B, H, D_v)."""
     window: Keys | None
-    """The keys that its sliding branch reads; None: it leaves that branch out."""
+    """The keys that the peer's sliding branch reads; None if the peer leaves that branch out."""
     note: str = ""
 
 
@@ -79,7 +79,7 @@ class DecodePeer(Protocol):
 
 @frozen
 class FlashLinearAttentionStep:
-    """The three kernels of `fla.ops.nsa`, over compressed keys that are kept, and flash-attn for the window where it is installed."""
+    """The three kernels of `fla.ops.nsa`, over compressed keys from a cache; and flash-attn for the window, if it is installed."""
 
     name: str = "flash-linear-attention"
 
@@ -88,11 +88,11 @@ class FlashLinearAttentionStep:
         return limits_of_fla(case.geometry, case.shape.heads_per_group, device)
 
     def build(self, step: "DecodeStep") -> PeerStep:
-        """Return its step; the window is left out where flash-attn is absent or needs D_k = D_v."""
+        """Return its step; the window is left out if flash-attn is absent or needs D_k = D_v."""
         parallel, compression = import_module("fla.ops.nsa.parallel"), import_module("fla.ops.nsa.compression")
         geometry, context, q = step.geometry, step.case.context, step.queries.q
         size, count, scale = geometry.selection_block_size, geometry.num_selected_blocks, q.shape[-1] ** -0.5
-        # its kernels take a row for the block that is not complete
+        # its kernels need a row for the last block, even if that block is not complete
         k_cmp, v_cmp = (_rows(x, -(-context // size)) for x in (step.cmp.k, step.cmp.v))
         k, v = (_rows(x, context) for x in (step.slc.k, step.slc.v))
         g_cmp, g_slc, g_win = step.gates.to(q.dtype).unsqueeze(-1).unbind(-2)
@@ -145,7 +145,7 @@ class FlashNSAStep:
         return [reason for is_so, reason in found if is_so]
 
     def build(self, step: "DecodeStep") -> PeerStep:
-        """Return its step over the selected branch's tokens, which its window reads too; its new block goes to a page that is not read."""
+        """Return its step over the selected branch's tokens, which its window also reads. Its new block goes to a page that is never read."""
         decode, geometry, context = import_module("flash_nsa.inference").nsa_decode, step.geometry, step.case.context
         q, batch, device = step.queries.q[:, 0].contiguous(), step.case.batch, step.queries.q.device
         num_blocks = max(context - geometry.compression_block_size + geometry.compression_stride, 0) // geometry.compression_stride
@@ -164,9 +164,9 @@ class FlashNSAStep:
         completes = num_blocks > 0 and (context - geometry.compression_block_size) % geometry.compression_stride == 0
         slots = torch.full((batch,), (k.shape[0] - 1) * PAGE if completes else -1, dtype=torch.int32, device=device)
         lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
-        # it takes gates before their sigmoid
+        # it applies the sigmoid to gates itself
         logits = step.gates[:, 0].double().logit().to(torch.promote_types(q.dtype, torch.float32))
-        # its window holds one token more than it is set to
+        # its window has one token more than its setting
         sizes = {
             "kernel_size": geometry.compression_block_size, "stride": geometry.compression_stride,
             "block_size": geometry.selection_block_size, "top_n": geometry.num_selected_blocks,

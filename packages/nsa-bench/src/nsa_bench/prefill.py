@@ -1,7 +1,7 @@
 """`nsa-bench prefill`: time a long prompt in tiles over a cache, and compare it with one pass over all of it without a cache.
 
-A tile is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of either side, and phi
-is the mean on both. Both are compared with the reference before they are timed; a wrong result gets no time.
+A tile writes its rows into the cache (APPEND) and computes the attention of all branches. Tiles and the single pass both use the mean as phi; both
+times exclude projections, RoPE of the rows and gates. Both results are compared with the reference first; a wrong result gets no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ from nsa_core.testing.sampled import compare, expect, forward_values, operands_o
 GPU_CONTEXT, CPU_CONTEXT = "64k", "512"
 GPU_TILE, CPU_TILE = "4096", "64"
 PASSES = 5
-"""Passes over the prompt whose tiles are timed; a figure is their median."""
+"""Number of timed passes over the prompt; a figure is the median over the passes."""
 
 
 @frozen(kw_only=True)
@@ -66,7 +66,7 @@ class PrefillResult:
     whole_ms: float | None = None
     """Time of one pass over the prompt without a cache: phi, then the attention."""
     peak_bytes: int | None = None
-    """Most bytes held while the tiles run, inputs and cache included; None on a CPU."""
+    """Peak number of bytes held while the tiles run, including inputs and cache; None on a CPU."""
     cache_bytes: int | None = None
     error: float | None = None
     limit_used: float | None = None
@@ -182,7 +182,7 @@ class Prompt:
         pairs = {"raw": (self.raw_k, self.raw_v), "slc": (inputs.k_slc, inputs.v_slc), "win": (inputs.k_win, inputs.v_win)}
         rows = {name: cache.new_rows(name, k[:, part], v[:, part]) for name, (k, v) in pairs.items()}
         cmp = cache.stores.keys_of("cmp")
-        # rings are read before they are overwritten, as in the layer
+        # as in the layer: a tile's attention reads ring buffers before its rows overwrite them
         early = tuple(rows.values()) if step.in_place else (rows["slc"],)
         emitted = NewBlocks(cmp, rows["raw"], self.phi, self.phi, self.rope)
         call = make_call(inputs.q, geometry, **self.served_by)

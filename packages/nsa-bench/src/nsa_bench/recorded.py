@@ -31,7 +31,7 @@ from nsa_core.selection import choose_blocks
 ROWS = 2**25
 """Maximum scores of the rows that are mapped at a time."""
 POINTING = 10.0
-"""Score, in nats, of a query with the compressed keys of the blocks that it should choose; other keys have about 0."""
+"""Score, in nats, of a query with the compressed keys of the blocks that it should choose; its score with other keys is about 0."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -61,14 +61,14 @@ def read_recording(path: str) -> Recording:
         OptionError: if the file holds none.
     """
     try:
-        # a pipe or a device may have no end
+        # reading a pipe or a device might never end
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("no regular file")
         table = json.loads(Path(path).read_text(encoding="utf-8"))["recorded"]
         shape = tuple(int(size) for size in table["shape"])
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"shape {shape}")
-        # one byte more than the shape holds, at most: a damaged text may expand to any size
+        # read at most one byte more than the shape holds, because a damaged text may expand to any size
         data = bytearray(zlib.decompressobj().decompress(base64.b64decode(table["block_indices"]), 4 * math.prod(shape) + 1))
         steps = torch.frombuffer(data, dtype=torch.int32).view(shape)
         found = Recording(block_indices=steps.cumsum(1).int(), geometry=BlockGeometry(**table["geometry"]))
@@ -118,8 +118,9 @@ def _mapped_rows(tracks: Tensor, positions: Tensor, num_blocks: int, geometry: B
 def pointing_queries(case: Case, block_indices: Tensor, k_cmp: Tensor) -> Tensor:
     """Return q `(S, H, D_k)` whose scores over unit normal k_cmp `(C, G, D_k)` choose nearly the free blocks of block_indices `(S, G, n)`.
 
-    The heads of the group share the free blocks of a row. A head is the sum of the compressed keys in the middle of its
-    blocks, so that each has a score of `POINTING` nats and others nearly 0; few heads with a small D_k confuse some blocks.
+    The free blocks of a row are divided among the heads of the group. A head's query is the sum of the compressed keys in the middle of its
+    blocks, scaled so that each of these keys has a score of `POINTING` nats, and others nearly 0. With few heads and a small D_k, some blocks
+    are confused.
     """
     geometry, shape = case.geometry, case.shape
     per_group, dim = shape.heads_per_group, shape.head_dim_qk

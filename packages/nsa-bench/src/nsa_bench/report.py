@@ -1,7 +1,7 @@
 """`nsa-bench report`: write one page from result files, and with `--bundle` an archive that shows whether a machine is ready.
 
-Every JSON file of a command holds `environment`, `options` and lists of rows. The page shows a table per list; columns that are equal in all
-rows of a file are shown once above it. It needs no network and no other file.
+Every JSON file of a command holds `environment`, `options` and lists of rows. The page shows a table for each list. Columns with the same value in
+all rows of the list are shown once, above the table. The page needs no network and no other file.
 """
 
 import hashlib

@@ -33,8 +33,8 @@ def collect(
 ) -> list[Result]:
     """Return the results of `found`; each is reported by its `line` and written at once.
 
-    `lists_of` makes the lists of rows for the JSON file from the results so far and the columns that every row has: `rows`, and perhaps
-    others; a list named `sweep` replaces the rows in the CSV file.
+    `lists_of` makes the lists of rows for the JSON file, from the results so far and the columns that every row has. One list is `rows`. A list
+    named `sweep`, if there is one, replaces the rows in the CSV file.
     """
     output.check_files()
     common = common_columns(output.environment)
@@ -82,7 +82,7 @@ def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -
         lines.setdefault((one.operation, one.implementation), []).append(one)
     for (operation, implementation), line in lines.items():
         if all(one.check is None and not one.is_ours for one in line):
-            # the notes mention an absent implementation
+            # an absent implementation gets no line; the notes mention it
             continue
         by_direction = {one.direction: one for one in line}
         times = [_time(by_direction.get(direction), best) for direction in Direction]

@@ -66,7 +66,7 @@ class Output:
         self.progress.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def keep(self, write: Callable[[], object]) -> None:
-        """Write what there is so far by `write`; say so if it fails, and go on."""
+        """Write the results so far by calling `write`. If that fails, print a line of progress and continue."""
         try:
             write()
         except (BenchError, OSError, ValueError) as error:
@@ -86,17 +86,17 @@ class Output:
 
 
 def check_writable(paths: Iterable[Path]) -> None:
-    """Check that the files at `paths` can be written; none is left that was not there.
+    """Check that the files at `paths` can be written. Files that did not exist do not exist afterwards.
 
     Raises:
         OSError: if one cannot be written.
     """
     for path in paths:
         is_new = not path.exists()
-        # by its own name: /dev/stdout may lead to a pipe, which has no path
+        # open the path itself, not the target of links: /dev/stdout may lead to a pipe, which has no path
         path.open("ab").close()
         if is_new:
-            # through a link, its target was made
+            # if `path` is a link, `open` created the link's target
             path.resolve().unlink()
 
 
@@ -106,14 +106,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write `text` to `path`, whose earlier content stays until all of it is written. A pipe or device is written directly.
+    """Replace the content of `path` by `text`, in one move after all of it is written. A pipe or device is written directly.
 
     `mode`: the permissions of a file; by default those of a new file.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", newline="")
         return
-    # through a link, its target is replaced
+    # if `path` is a link, its target is replaced, not the link
     target = path.resolve()
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -122,7 +122,7 @@ def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
             aside.chmod(mode)
         aside.replace(target)
     except PermissionError:
-        # the folder takes no new files
+        # no new file can be created in the folder, so write the file itself
         target.write_text(text, encoding="utf-8", newline="")
     finally:
         aside.unlink(missing_ok=True)

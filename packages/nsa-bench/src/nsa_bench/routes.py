@@ -55,7 +55,7 @@ class RouteRecorder(BackendRegistry):
 
 
 class CallRecorder(BackendRegistry):
-    """A registry of another's backends that keeps each call of an operation except RoPE's, to repeat it."""
+    """A registry with the backends of another one, which records each call of an operation, except of ROTATE, so that it can be repeated."""
 
     def __init__(self, registry: BackendRegistry) -> None:
         """Register the backends of `registry`."""
@@ -77,7 +77,7 @@ class RecordedBackend:
     """A backend that adds its calls to `calls`."""
 
     def __init__(self, backend: BranchBackend, calls: list[tuple[Operation, Callable[[], object]]]) -> None:
-        """Stand for `backend`."""
+        """Wrap `backend`."""
         self._backend, self._calls = backend, calls
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
 """`nsa-bench thresholds`: find the length from which a kernel is 1.2 times as fast as the reference, or 1.05 times as fast as another kernel.
 
 A threshold is the shortest measured length from which the ratio holds at every longer measured length. Wrong results get no time, so
-they never set a threshold. Two backends are compared at the lengths at which both were timed. A backend far behind is not timed at longer
-lengths (`GIVE_UP`); one that is left without another to compare is not timed either.
+they never set a threshold. Two backends are compared at the lengths at which both were timed. A much slower backend is not timed at longer
+lengths (`GIVE_UP`). A backend with no other backend left to compare is not timed either.
 """
 
 import json
@@ -48,8 +48,8 @@ REFERENCE = "sdpa"
 MARGINS = {"reference": 1.2, "kernel": 1.05}
 """The ratios of speed that a kernel must reach against the reference, and against another kernel."""
 GIVE_UP = 4.0
-"""A backend that takes this many times the best one's time at two lengths in a row, and no fewer times at the second, is not timed at longer ones:
-single times of short calls depend on the host."""
+"""A backend is not timed at longer lengths if it takes this many times the best backend's time at two lengths in a row, and its ratio does not fall
+from the first to the second. One length is not enough, because times of short calls depend on the host."""
 ROUNDS = 10
 """Maximum repetitions of a measurement. A call that takes GIVE_UP times the best median so far is timed once."""
 IDENTITY = (
@@ -70,7 +70,7 @@ class ThresholdPlan:
     backends: tuple[str, ...]
     device: torch.device
     seconds: float = inf
-    """No measurement begins later."""
+    """Time after which no measurement begins."""
 
 
 @frozen(kw_only=True)
@@ -84,7 +84,7 @@ class Threshold:
     against: str
     margin: float
     ratios: dict[int, float | None]
-    """Tokens -> the other's time over the backend's; None if the backend has no time, or neither has. inf: only the other has none."""
+    """Tokens -> time of `against` divided by the time of `backend`. None if `backend` has no time; inf if only `against` has none."""
 
     @property
     def min_length(self) -> int | None:
@@ -137,7 +137,7 @@ class Race:
         return not self.is_stopped
 
     def entrants(self, case: Case, operation: str, names: list[str]) -> dict[str, tuple[Direction, ...]]:
-        """Return the directions in which each of `names` is timed, the best one at the length before first."""
+        """Return name -> the directions in which it is timed. The backend that was the fastest at the previous length comes first."""
         found: dict[str, tuple[Direction, ...]] = {}
         for direction in self.plan.directions:
             kept = [name for name in names if (case.shape, operation, direction, name) not in self._given_up]
@@ -250,18 +250,18 @@ def kept_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_found(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]], whole: list[HeadShape]) -> None:
-    """Write the table of `rows`; where a shape is not in `whole`, a row of `kept` with a longer longest length stays."""
+    """Write the table of `rows`. If a shape is not in `whole`, a row of `kept` that was measured up to a longer length stays."""
     names, longest = {shape.name for shape in whole}, {identity_of(row): row["max_length"] for row in kept}
     write_table(path, kept, [row for row in rows if row["shape"] in names or row["max_length"] >= longest.get(identity_of(row), 0)])
 
 
 def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """Replace the whole table in `path` by `rows` and those of `kept` that were not measured again."""
+    """Replace the table in `path` by `rows`, and by those of `kept` that were not measured again."""
     again = {identity_of(row) for row in rows}
     content = {
         "format": FORMAT, "schema": SCHEMA, "margins": MARGINS, "rows": [row for row in kept if identity_of(row) not in again] + rows
     }  # fmt: skip
-    # others may route by the table
+    # readable for all users, because their routing may read the table
     write_whole(path, to_json(content), mode=0o644)
 
 
@@ -276,7 +276,7 @@ def _given(options: ThresholdOptions) -> dict[str, Any]:
 
 
 def _measured(race: Race, say: Callable[[str], None]) -> Iterator[Measurement]:
-    """Yield the measurements of the backends that serve a case and have not been given up, the reference's among them.
+    """Yield the measurements of the backends that serve a case and have not been given up, including the reference.
 
     Raises:
         OptionError: before anything is measured, if no kernel serves any case.

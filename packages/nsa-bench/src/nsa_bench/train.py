@@ -76,7 +76,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
     """
     if steps < LEAST_STEPS:
         raise OptionError(f"--steps={steps} leaves no steady step to time (the first ones warm up); use {LEAST_STEPS} or more")
-    # those that all twins have: model.layers of a recipe stays with one of them
+    # the keys that this command sets for each twin; one of the twins keeps model.layers of the recipe
     sets = [{setting.partition("=")[0] for setting in twin_settings((), attention, steps)} for attention in TWINS[twins]]
     asked = {override: override.partition("=")[0].strip() for override in overrides}
     if ignored := [override for override, key in asked.items() if key in set.intersection(*sets)]:

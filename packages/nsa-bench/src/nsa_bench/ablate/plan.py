@@ -90,7 +90,7 @@ class Trial:
 
 @frozen(kw_only=True)
 class Plan:
-    """The trials in running order: all arms at one seed and point come together, so that a plan that stops early has complete comparisons."""
+    """The trials in running order: all arms of one seed and point are neighbours, so that a plan that stops early has complete comparisons."""
 
     name: str
     baseline: str | None
@@ -140,7 +140,7 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
 
 
 def broken_names(names: Sequence[str]) -> Iterator[str]:
-    """Yield why `names`, of the directories of runs, cannot be used: equal ones would be one run, and long ones are no file names."""
+    """Yield why `names` cannot be names of runs' directories: two runs with equal names would be one run, and a file system limits the length."""
     for name, count in Counter(names).items():
         if count > 1:
             yield (
@@ -183,7 +183,7 @@ def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: st
 
 
 def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each table that sets the seed of trials, which have those of the plan."""
+    """Yield each table that sets the seed of trials; it may not, because trials take their seeds from the plan."""
     arms = content.get("arms")
     tables = {name: content.get(name) for name in ("set", "grid")}
     tables |= {f"arms.{name}": keys for name, keys in arms.items()} if isinstance(arms, dict) else {}

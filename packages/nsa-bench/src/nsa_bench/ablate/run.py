@@ -25,7 +25,7 @@ JUDGED = "held_out.json"
 """The last file that a trial writes, in the run's directory: its model on the held-out rows."""
 POLL_S = 0.2
 SAVED = (TerminatedError.exit_code, INTERRUPTED)
-"""Exit codes of a run that was stopped and can continue where it was."""
+"""Exit codes of a run that was stopped and can continue from where it stopped."""
 
 
 @frozen(eq=False)
@@ -143,7 +143,7 @@ def run_trials(
                 while waiting and len(running) < side_by_side:
                     folder = waiting.pop(0)
                     taken = [gpu_of[other] for other in running]
-                    # None: it sees the GPUs of this process
+                    # None: the trial sees all GPUs of this process
                     gpu = gpu_of[folder] = min(gpus, key=taken.count) if len(gpus) > 1 else None
                     say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
                     running[folder] = _started(folder, gpu)
@@ -158,7 +158,7 @@ def run_trials(
         say(f"stopped: {len(waiting) + len(running)} trials are left for the next call")
         return False
     finally:
-        # every run saves and ends; a second signal ends this process at once
+        # ask every run to save and end; a second signal ends this process at once
         for process in running.values():
             with suppress(ProcessLookupError):
                 process.terminate()

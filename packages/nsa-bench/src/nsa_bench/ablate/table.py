@@ -20,7 +20,7 @@ from nsa_train.telemetry.records import load_json, read_rows
 AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
 """The figures of trials whose means are in the table."""
 DAMAGED = (OSError, ArithmeticError, LookupError, TypeError, ValueError)
-"""What reading figures raises where a file lacks some of them or holds something else."""
+"""Errors that reading figures raises if a file lacks some of them or holds something else."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
 LINES = ("-", "--", ":", "-.")
 NAMES_IN_A_ROW = 4
@@ -210,7 +210,7 @@ def _checked(figures: dict[str, Any]) -> TrialResult:
 
 
 def result_of(folder: TrialFolder, commit: str | None) -> TrialResult:
-    """Return the figures of a finished trial; `commit`, of the call's option, is for a run outside a checkout.
+    """Return the figures of a finished trial. `commit` is the option of that name, for a run outside a checkout.
 
     Raises:
         BenchError: if one of its files is damaged.
@@ -348,7 +348,7 @@ def _shown(mean: Mean | None, form: str, *, with_error: bool = True) -> str:
 def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
     """Draw the held-out loss by tokens, and at the end by position, of each arm at its best point of the grid.
 
-    By position: the mean difference to the baseline (also at its best point) of the same seeds if there is one, else the loss.
+    If there is a baseline, the curve by position is the mean difference to the baseline at its best point, over the same seeds; else it is the loss.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -363,7 +363,7 @@ def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
         turn, colour = divmod(index, len(COLOURS))
         style: dict[str, Any] = {"color": COLOURS[colour], "ls": LINES[turn % len(LINES)], "lw": 1.3}
         per_step = found[0].tokens / found[0].steps
-        # without the loss before training, which would flatten all that follows
+        # leave out the loss before training, because it would flatten the rest of the curve
         _draw_band(
             by_tokens,
             [{step * per_step: loss for step, loss in result.curve if step} for result in found],

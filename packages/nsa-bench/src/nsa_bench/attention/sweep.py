@@ -84,7 +84,7 @@ def short_lengths(total: int, count: int) -> tuple[int, ...]:
 def sweep_jobs(points: tuple[SweepPoint, ...], operations: tuple[str, ...], directions: tuple[Direction, ...]) -> tuple[Job, ...]:
     """Return one job per case; a case of several variables is measured once.
 
-    On a GPU CUDA graphs are timed: otherwise a part that is faster than its launches from Python would be compared by its launches.
+    On a GPU CUDA graphs are timed. Otherwise the time of a short operation would be the time of its launches from Python.
     """
     cases = dict.fromkeys(point.case for point in points)
     return tuple(Job(case=case, operations=operations, directions=directions, is_replayed=True) for case in cases)

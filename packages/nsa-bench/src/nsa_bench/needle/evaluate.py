@@ -31,14 +31,14 @@ class Haystacks(NamedTuple):
 
 
 def has_block(block_indices: Tensor, block: int) -> Tensor:
-    """Return bool `(B,)`: whether some KV head chose `block` for the last of the rows of `block_indices` `(B, S, G, n)`."""
+    """Return bool `(B,)`: whether some KV head chose `block` for the last row of `block_indices` `(B, S, G, n)`."""
     return (block_indices[:, -1] == block).flatten(1).any(1)
 
 
 def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
-    """Return the haystacks `samples` of a length.
+    """Return the haystacks of one length with the numbers `samples`.
 
-    The grid's seed, the length and its number determine each; training rows are drawn under other names.
+    A haystack depends only on the grid's seed, the length and its number. Training rows use other random numbers.
     """
     task, needles = plan.haystack(length), np.asarray(plan.needle_slots(length))
     ids, pairs = [], []
@@ -54,7 +54,7 @@ def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
 
 
 class Questions:
-    """Haystacks in caches, which questions do not change."""
+    """Haystacks in caches. Each question starts from the same caches, whatever was asked before."""
 
     def __init__(self, model: Decoder, stacks: Haystacks, chunk: int, device: torch.device) -> None:
         """Read the haystacks, `chunk` tokens of each per pass."""
@@ -66,7 +66,7 @@ class Questions:
             model(self._stacks.ids[:, at : at + chunk], caches=self._caches)
 
     def ask(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return bool `(B,)` twice: whether the answer is right in every token, and whether the row that begins it chose the needle's block.
+        """Return two bool `(B,)`: whether every token of the answer is right, and whether the row that begins it chose the needle's block.
 
         The key is one step. After it, the most likely token is fed back until the answer has its length.
         """

@@ -129,7 +129,7 @@ class NeedlePlan:
         return [slots[(len(slots) - 1) * index // steps] for index in range(self.grid.depths)]
 
     def _free_slots(self, length: int) -> range:
-        """Return the slots that no row of the question reads by an initial block, a local block or its window."""
+        """Return the slots that no row of the question reads through an initial block, a local block or the window."""
         size, question = self.task.pair_ids, length - self.task.pair_ids
         geometries = [layer.config.geometry for arm in self.arms for layer in arm.config.pattern()]
         first = max(geometry.num_initial_blocks * geometry.selection_block_size for geometry in geometries)
@@ -175,7 +175,7 @@ class NeedlePlan:
 
 
 def _first_in_reach(question: int, geometry: BlockGeometry) -> int:
-    """Return the first token that a row at `question` or later reads by its window or its local blocks, for any choice."""
+    """Return the first token that rows from `question` on read through the window or local blocks, whatever blocks they choose."""
     own = question // geometry.selection_block_size
     return max(0, min(question - geometry.window_size + 1, (own - geometry.num_local_blocks + 1) * geometry.selection_block_size))
 
@@ -225,7 +225,7 @@ def _grid_of(table: Mapping[str, Any]) -> Grid:
 
 
 def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence[str], out: Path) -> Arm:
-    """Return the stages of an arm; each is initialized from the run of the one before, below `out`, and the first as its settings say."""
+    """Return the stages of an arm, with runs below `out`. Each stage starts from the previous stage's run, the first as its settings say."""
     stages: list[Trial] = []
     for number, stage in enumerate(content["stages"], 1):
         tables = (content.get("set", {}), content["arms"][name], stage)

@@ -123,7 +123,7 @@ def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
 def chances(plan: NeedlePlan) -> dict[str, float]:
     """Return the share of right answers of a model that knows nothing, and of one that answers with the value of any pair of the haystack.
 
-    The second is that of the haystacks with the fewest pairs.
+    The second share is for the haystacks with the fewest pairs.
     """
     task, grid = plan.task, plan.grid
     return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + min(grid.distractors))}
