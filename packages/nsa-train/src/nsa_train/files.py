@@ -46,15 +46,15 @@ class IrregularFileError(ValueError):
 
 @contextmanager
 def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
-    """Open the regular file `path` of at most `most` bytes (None: any size) for reading, and return it; links are followed.
+    """Open the regular file `path` of at most `most` bytes (None: any size) for reading, and yield it; links are followed.
 
     Raises:
         IrregularFileError: at once, if it is something else; no device is opened.
         OSError: if it does not exist or cannot be read.
     """
-    # a socket cannot be opened, and a device may act on it
+    # checked before opening: a socket cannot be opened, and opening a device may have effects
     _require_regular(path.stat(), most)
-    # it may have been replaced since: without O_NONBLOCK, opening a pipe would wait
+    # the file may have been replaced since; without O_NONBLOCK, opening a pipe would wait
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _require_regular(os.fstat(file.fileno()), most)
         yield file

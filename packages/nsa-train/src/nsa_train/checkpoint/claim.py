@@ -13,7 +13,7 @@ from nsa_train.checkpoint.publish import make_root
 from nsa_train.errors import ClaimedError
 
 TRIES, PAUSE_S = 5, 0.02
-"""Number of attempts at a claim, and the pause between them: a call of `claimed_by_another` holds the directory for a moment."""
+"""Number of attempts at a claim, and seconds between them. One attempt may fail because `claimed_by_another` locks the directory for a moment."""
 HOLDER = ".holder"
 """The file that names the process with the claim. A process that is killed leaves the file, but not the claim."""
 
@@ -21,7 +21,7 @@ HOLDER = ".holder"
 def claim(root: Path) -> int:
     """Create `root`, claim it for this process, and return the descriptor that holds the claim; `release` ends it.
 
-    If the file system has no locks on directories, as some network ones, nothing is claimed.
+    If the file system has no locks on directories, as some network file systems, nothing is claimed.
 
     Raises:
         ClaimedError: if another process has the claim.
@@ -67,7 +67,7 @@ def _sign(root: Path) -> None:
     # the file only serves a message; saving reports a full disk
     with suppress(OSError):
         (root / HOLDER).unlink(missing_ok=True)
-        # "x" follows no planted link
+        # mode "x" does not follow a link that somebody put there
         with (root / HOLDER).open("x", encoding="utf-8") as file:
             file.write(f"pid {os.getpid()} on host {platform.node()}\n")
 
@@ -75,7 +75,7 @@ def _sign(root: Path) -> None:
 def _holder(root: Path) -> tuple[str, str]:
     """Return the process id and host that have claimed `root`; empty if the file cannot be read."""
     with suppress(OSError):
-        # opening a planted pipe would wait
+        # O_NONBLOCK, because opening a pipe that somebody put there would wait
         descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             text = os.read(descriptor, 512) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
@@ -93,6 +93,6 @@ def _can_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # there, two runs in one directory are not detected
+        # on such a file system, two runs in one directory are not detected
         pass
     return True

@@ -83,13 +83,13 @@ def ends_with(config: Any, separator: int) -> bool:
 
 
 def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
-    """Return the files of the weights in `folder`, after comparing headers with `config`'s decoder and data with checksums, if any.
+    """Return the files of the weights in `folder`. First compare their headers with `config`'s decoder, and their data with checksums, if any.
 
     `of`: the source of the decoder's description, for the message.
 
     Raises:
-        CheckpointError: naming those that are missing, extra or of another shape.
-        InputError: naming a pickle, a damaged file or integers.
+        CheckpointError: naming the tensors that are missing, extra or of another shape.
+        InputError: naming a pickle file, a damaged file, or tensors of integers.
     """
     from nsa_transformers.checksums import require_undamaged
     from nsa_transformers.weights import require_floats, require_safetensors, weight_files
@@ -118,7 +118,7 @@ def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
     """Return name -> weight, float32, of the safetensors `files` of `folder`.
 
     Raises:
-        CheckpointError: naming those that are not finite.
+        CheckpointError: naming the weights that are not finite.
     """
     tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
     if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:

@@ -34,7 +34,7 @@ Version = tuple[int, int, int]
 
 
 class InitialWeights(NamedTuple):
-    """Verified weights that fit a run and are not read yet."""
+    """Weights that were verified and fit a run, but were not loaded yet."""
 
     path: Path
     """The checkpoint or folder that holds them."""
@@ -45,7 +45,7 @@ class InitialWeights(NamedTuple):
     read: Callable[[], dict[str, Tensor]]
     """Returns name -> weight, float32."""
     verified: dict[Path, Version]
-    """The files that hold them -> what those were when they were verified."""
+    """File with weights -> its version (size, time, inode) when it was verified."""
 
     def is_current(self) -> bool:
         """Return True if no file has changed since it was verified."""
@@ -53,10 +53,10 @@ class InitialWeights(NamedTuple):
 
 
 def initial_weights(config: RunConfig) -> InitialWeights:
-    """Return the weights that `train.init_from` names, which fit the decoder of `config`; nothing is allocated.
+    """Verify that the weights that `train.init_from` names fit the decoder of `config`, and return them; nothing is allocated.
 
     Raises:
-        ConfigError: if there are none, they are damaged, or they are those of another decoder.
+        ConfigError: if there are no weights, they are damaged, or they belong to another decoder.
     """
     path = Path(config.train.init_from or "")
     try:
@@ -68,7 +68,7 @@ def initial_weights(config: RunConfig) -> InitialWeights:
 def initialize(model: nn.Module, config: RunConfig, verified: InitialWeights | None = None) -> None:
     """Load the weights that `train.init_from` names into `model`. A collective; only rank 0 reads the files.
 
-    `verified`: what `initial_weights` returned on rank 0; without it, or where a file has changed since, the weights are verified here.
+    `verified`: the result of `initial_weights` on rank 0. Without it, or if a file has changed since, the weights are verified here.
 
     Raises:
         ConfigError: on all ranks, as `initial_weights`.
@@ -102,7 +102,7 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
     found = folder_config(folder)
     learned = model_tables(found)
     _require_sharing(_sparse_kv(learned), config)
-    # before the files are hashed: one that is replaced meanwhile counts as changed
+    # taken before the files are hashed, so that a file that is replaced meanwhile counts as changed
     before = {file: _version(file) for file in folder.glob("*.safetensors")}
     files = require_folder_weights(folder, config, of=THIS_RECIPE)
     notes, separator = _differing(learned, config), build_tokenizer(config.data).separator
@@ -112,7 +112,7 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
 
 
 def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> list[str]:
-    """Return a line for each key of LEARNED_WITH that the run has another value of."""
+    """Return a line for each key of LEARNED_WITH whose value differs in the run."""
     now, default, lines = unstructure(config), {"model": {}, "nsa": unstructure(evolve(config, nsa=NSATable()))["nsa"]}, []
     for key in LEARNED_WITH:
         table, _, name = key.partition(".")
@@ -125,7 +125,7 @@ def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> l
 
 
 def _differing_branches(learned: Sequence[Branches], now: Sequence[Branches]) -> list[str]:
-    """Return a line for each pair of branches that a layer had and has: with one K and V, other branches may have the same weights."""
+    """Return a line for each change of a layer's branches. Shapes do not show it: with one K and V, other branches may have the same weights."""
     layers: dict[tuple[Branches, Branches], list[int]] = {}
     for index, pair in enumerate(zip(learned, now, strict=False)):
         layers.setdefault(pair, []).append(index)
@@ -161,7 +161,7 @@ def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _require_sharing(saved: str | None, config: RunConfig) -> None:
-    """Raise ConfigError if NSA layers share K and V in `config` and not in the saved model, or the other way round."""
+    """Raise ConfigError if NSA layers share K and V either in `config` or in the saved model, but not in both."""
     now = _sparse_kv(unstructure(config))
     if None not in (saved, now) and saved != now:
         raise ConfigError(f"its weights are those of nsa.kv={toml_value(saved)} ({NO_CONVERSION}); use --set nsa.kv={toml_value(saved)}")

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: size and SHA-256 of every file, and of itself.
 
-It is compared byte for byte with the only valid spelling of its content, so that every damage is detected.
+A manifest is compared byte for byte with the only valid JSON text of its content, so that any damage is detected.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ def verify_files(folder: Path) -> Verified:
 
 
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """Return the content of a file of MOST, nothing of a larger one, after comparing it with `expected`."""
+    """Compare a file with `expected`, and return its content if its name is in MOST; else return b""."""
     try:
         with open_regular(path, MOST.get(path.name)) as file:
             size, content = os.fstat(file.fileno()).st_size, b""

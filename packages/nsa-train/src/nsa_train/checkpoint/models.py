@@ -91,7 +91,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
 
 
 def require_twin(twin: OpenedModel, model: OpenedModel, *, num_tokens: int, reads_alike: bool) -> None:
-    """Check that `twin` is dense, has the shape of `model`, takes `num_tokens` tokens and, by `reads_alike`, has the same tokenizer.
+    """Check that `twin` is dense, has the shape of `model`, and supports `num_tokens` tokens; `reads_alike` says if its tokenizer is the same.
 
     The shape is the width, the numbers of layers, heads and KV heads, the head dimensions and the vocabulary. The MLP may have another width.
 
@@ -145,7 +145,7 @@ class FolderTokenizer:
                 "use the id of its tokenizer"
             )
         pad = config.pad_token_id
-        # some dense models have a pad of -1
+        # in some dense models the id of the pad is -1
         self.pad = pad if pad is not None and 0 <= pad < self.vocab_size else self.separator
 
     def encode(self, text: bytes) -> Tensor:

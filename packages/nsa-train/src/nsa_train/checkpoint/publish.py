@@ -21,7 +21,7 @@ _AT_FDCWD = -100
 
 
 def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
-    """Let `fill` write the files of a checkpoint, make it `root`/step-N and `root`/latest, and return its path.
+    """Write a checkpoint by calling `fill`, name it `root`/step-N, point `root`/latest to it, and return its path.
 
     An existing checkpoint of that step is replaced in one move.
 
@@ -39,7 +39,7 @@ def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
             _flush(path)
         _move(aside, target)
     finally:
-        # after a failure the new files, after an exchange the old ones
+        # `aside` holds the new files after a failure, the old ones after an exchange
         with suppress(OSError):
             _remove(aside)
     _flush(root)
@@ -48,16 +48,16 @@ def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
 
 
 def prune(root: Path, *, current: int, keep_last: int) -> None:
-    """Keep the `keep_last` (0: all) newest checkpoints up to step `current`, itself included, and delete the others.
+    """Keep the `keep_last` (0: all) newest checkpoints up to step `current`, inclusive, and delete the others.
 
-    Checkpoints of later steps belong to a branch that a resume left, and are deleted first.
+    Checkpoints of later steps come from a branch of the run that a resume abandoned; they are deleted first.
     """
     if not keep_last:
         return
     folders = step_folders(root)
     leading = [step for step in folders if step <= current]
     for step in sorted(set(folders) - set(leading[-keep_last:])):
-        # renamed first: a half-removed directory must not look like a checkpoint
+        # renamed first, because a half-removed directory must not look like a checkpoint
         _set_aside(folders[step], root / f"{ASIDE}removed-{step_name(step)}")
 
 
@@ -82,7 +82,7 @@ def _move(aside: Path, target: Path) -> None:
     if not target.exists():
         aside.rename(target)
     elif not _exchange(aside, target):
-        # this file system cannot exchange: for a moment step-N is absent, and readers take the one before
+        # this file system cannot exchange names: for a moment step-N is absent, and readers take the previous checkpoint
         old = target.with_name(f"{ASIDE}old-{target.name}")
         _remove(old)
         target.rename(old)
@@ -111,7 +111,7 @@ def point_latest(root: Path, name: str) -> None:
     aside.symlink_to(name)
     try:
         if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
-            # in a copy without links it is a directory
+            # in a copy that did not keep links, `latest` is a directory
             _set_aside(root / LATEST, root / f"{ASIDE}copied-{LATEST}")
         aside.replace(root / LATEST)
     except OSError:

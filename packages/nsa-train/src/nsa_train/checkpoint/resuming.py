@@ -23,23 +23,23 @@ from nsa_train.settings.config import RunConfig, structure, unstructure
 from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
-"""Tables and keys without which the weights would not fit."""
+"""Tables and keys that must be equal, because otherwise the weights would not fit."""
 FREE = ("nsa.backends", "model.max_position")
-"""Keys of those tables that change no weight: the backends of operations, and the length that an export states."""
+"""Keys of those tables that may differ, because they change no weight: the backends of operations, and the length that an export states."""
 OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size", "train.seq_len")
-"""Keys that fix the rows, in which the checkpoint has a position; only reading shows whether the files are the same."""
+"""Keys that determine the rows of data, in which the checkpoint holds a position. Only reading the files shows whether they are the same."""
 NO_CONVERSION = "one K and V for all branches are other weights than a K and V for each"
 
 
 def resume_point(root: Path, *, step: int | None = None, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank; only rank 0 searches and verifies. A collective.
 
-    Without `step` it is `latest_valid`, None if nothing was saved yet. With `step` it is the checkpoint of that step, or an error. A
-    checkpoint that `judge`, such as `require_run`, refuses with a CheckpointError counts as damaged.
+    Without `step` it is the result of `latest_valid`; None if nothing was saved yet. With `step` it is the checkpoint of that step, or an error.
+    If `judge`, such as `require_run`, raises a CheckpointError for a checkpoint, the checkpoint counts as damaged.
 
     Raises:
-        CheckpointError: on all ranks, if it (without `step`: every one) is damaged.
-        ConfigError: on all ranks, if there is none after `step`.
+        CheckpointError: on all ranks, if the checkpoint of `step` is damaged; without `step`, if every checkpoint is.
+        ConfigError: on all ranks, if there is no checkpoint of `step`.
     """
     world = here()
     found = world.on_main(lambda: latest_valid(root, judge=judge) if step is None else valid_at(root, step, judge=judge))
@@ -109,9 +109,9 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
     """Load the state of `checkpoint` into `model`, `optimizer`, `scaler` and this process's generators. A collective.
 
-    They may be plain, under DDP or sharded by FSDP2, at any world size: only rank 0 reads the files, and the weights are
-    bit-equal. A rank that the checkpoint does not know gets freshly seeded generators. The data position is
-    `checkpoint.state["data"]`, the guards' counts are `checkpoint.state["counters"]`; the trainer restores both.
+    Model and optimizer may be plain, under DDP or sharded by FSDP2, at any world size: only rank 0 reads the files, and the weights are
+    bit-equal. A rank that did not exist when the checkpoint was saved gets freshly seeded generators. The trainer restores the data
+    position, `checkpoint.state["data"]`, and the guards' counts, `checkpoint.state["counters"]`.
 
     Raises:
         CheckpointError: on all ranks, if the files do not fit `model`.
@@ -136,7 +136,7 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     require_weights(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = build_model(checkpoint.config)
-    # no collective: a single process may open a checkpoint alone
+    # not `load_model_tensors`, which is a collective: a single process may open a checkpoint
     model.load_state_dict(read_tensors(checkpoint.path / MODEL))
     return model.eval()
 

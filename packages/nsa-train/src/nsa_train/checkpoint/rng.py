@@ -30,7 +30,7 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # it reads no more than 32 bits
+        # numpy takes seeds of at most 32 bits
         numpy.random.seed(seed % 2**32)
 
 
@@ -117,6 +117,6 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
 
 def seed_fresh_rng(*, step: int, rank: int, state_of_rank_0: Mapping[str, Tensor]) -> None:
-    """Seed the generators of a rank that the checkpoint does not know: repeatably, and differently from every other rank."""
+    """Seed the generators of a rank that the checkpoint has no state for: repeatably, and differently from every other rank."""
     source = bytes(state_of_rank_0["torch_cpu"].tolist()) + f" {step} {rank}".encode()
     seed_rng(int.from_bytes(hashlib.sha256(source).digest()[:4], "big"))

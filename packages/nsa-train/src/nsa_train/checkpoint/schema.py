@@ -22,7 +22,7 @@ MOST_GROUPS = 1024
 MOST_RATE = 1e6
 MOST_LOSS = 1e300
 MOST_LISTED = 1000
-"""Maximum number of skipped steps, and of losses, in the state of a guard; it needs 128."""
+"""Maximum number of skipped steps, and of losses, in the state of a guard. The guard itself keeps at most 128."""
 MOST_PARAMETERS = 2**20
 MOST_NAME = 1024
 """Maximum number of characters in a parameter's name."""

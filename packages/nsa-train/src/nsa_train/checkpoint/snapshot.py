@@ -75,7 +75,7 @@ def capture(
         "counters": dict(counters or {}),
     }
     generators = here().gather(to_json(capture_rng()))
-    # a round trip copies all live values, and fails here, not in the background, for a value that is not JSON
+    # converting to JSON and back copies all live values; a value that is not JSON fails here, not in the background
     return Snapshot(
         model=on_host(model_tensors(model)),
         optimizer=on_host(optimizer_tensors(model, optimizer)),

@@ -69,8 +69,8 @@ def _opened(folder: Path) -> Checkpoint:
 def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Checkpoint | None:
     """Return the checkpoint to resume from: the one that `root`/latest names, or if that is damaged the newest complete one before it.
 
-    Checkpoints of later steps than `latest` (of a branch that a resume left) come last. A checkpoint that
-    `judge` refuses with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.
+    Checkpoints of steps after `latest`, from a branch of the run that a resume abandoned, are tried last. If `judge` raises a
+    CheckpointError for a checkpoint, it counts as damaged. The result is None if `root` holds no checkpoint at all.
 
     Raises:
         CheckpointError: if there are checkpoints and all are damaged.
@@ -88,7 +88,7 @@ def latest_valid(root: Path, *, judge: Judge = lambda checkpoint: None) -> Check
 
 
 def valid_at(root: Path, step: int, *, judge: Judge = lambda checkpoint: None) -> Checkpoint:
-    """Return the checkpoint of `root` after `step`; `judge` as in `latest_valid`.
+    """Return the checkpoint of `root` that was saved after step `step`; `judge` as in `latest_valid`.
 
     Raises:
         ConfigError: if there is none; the message names those that exist.

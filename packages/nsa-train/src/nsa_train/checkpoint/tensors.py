@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> live weight or buffer of `model`, sharded ones as they are."""
-    # FSDP frees its gathered weights at this call, so callers make it first
+    # this call makes FSDP free its gathered weights, so callers must make it before they use the parameters
     return {_stable(name): value for name, value in _unwrapped(model).state_dict().items()}
 
 
@@ -97,7 +97,7 @@ def require_forms(
 ) -> None:
     """Check that a safetensors file has the tensors `expected`, by name, shape and dtype; only its header is read.
 
-    `of`: the source of the expectation, for the message.
+    `of`: where the expected tensors come from, for the message.
 
     Raises:
         CheckpointError: naming the first few tensors that differ, and the number of the others.
@@ -145,9 +145,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
         # transformers asks for a "format"
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
-        # its text contains the operating system's error
+        # the library's own error type is converted; its text contains the operating system's error
         raise OSError(f"{path}: {error}") from error
-    # it gives read permission to the owner only, against the user's umask
+    # safetensors ignores the user's umask and gives read permission to the owner only
     path.chmod(mode)
 
 
@@ -195,7 +195,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
     for key, (kind, shape) in forms.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        # torch keeps the step count of an optimizer that is not fused on the host
+        # if the optimizer is not fused, torch keeps its step count on the host
         device = parameter.device if field != "step" or fused.get(id(parameter), False) else torch.device("cpu")
         whole = found.get(key, torch.empty(shape, dtype=getattr(torch, kind)))
         value = world.broadcast(whole.to(parameter.device)).to(device)

@@ -45,7 +45,7 @@ class CheckpointWriter:
         if error is None:
             self.close()
         else:
-            # the ranks may have diverged: finish the current write, but do not wait for the others
+            # the ranks may have diverged: finish the current write, but do not wait for the other ranks
             self._end()
 
     def save(self, step: int, snapshot: Snapshot) -> Path:
@@ -63,7 +63,7 @@ class CheckpointWriter:
         return path
 
     def go_on_from(self, step: int) -> None:
-        """Make `root`/step-N `latest`: later checkpoints belong to another branch from now on. A collective.
+        """Point `root`/latest to step-N, because the run continues from there; later checkpoints are an abandoned branch. A collective.
 
         Raises:
             TrainError: on all ranks, if the disk refuses.
@@ -94,7 +94,7 @@ class CheckpointWriter:
         self._claims.close()
 
     def _tidy(self) -> None:
-        # a dropped writer also releases its claim
+        # also release the claim if the writer is garbage-collected without `close`
         self._claims.callback(weakref.finalize(self, release, self.root, claim(self.root)))
         clear_debris(self.root)
 

@@ -18,7 +18,7 @@ BATCH_DOCUMENTS = 32
 BATCH_BYTES = 2**18
 """Maximum number of documents, and of their bytes, in one call of the tokenizer."""
 SCAN_DOCUMENTS = 20_000
-"""Maximum documents of a streamed corpus that are read to find the held-out ones; proportionally more if more tokens are requested."""
+"""Maximum documents of a streamed corpus that are read to find the held-out ones. If more tokens are requested, the maximum grows in proportion."""
 
 
 class TextTokenBlocks:
@@ -65,7 +65,7 @@ class HeldOut(NamedTuple):
 
 
 def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most_tokens: int) -> HeldOut:
-    """Read the parts in turn, in a seeded order of blocks, until enough is held out to fill `tokens`, or `most_tokens` if these are more.
+    """Read the parts in turn, in a seeded order of blocks, until enough is held out to fill the larger of `tokens` and `most_tokens`.
 
     The limit depends only on the documents that are read for `tokens`.
 

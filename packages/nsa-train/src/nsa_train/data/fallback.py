@@ -1,4 +1,4 @@
-"""`--synthetic-on-fail`: use random ids if the data are not available, and say so wherever the run is named."""
+"""`--synthetic-on-fail`: use random ids if the data are not available. All records of such a run say so."""
 
 import atexit
 import shutil
@@ -21,7 +21,7 @@ KEPT = ("tokenizer", "workers", "prefetch", "shuffle_seed", "timeout_s", "progre
 
 
 class Start(NamedTuple):
-    """The arguments of a start."""
+    """The arguments with which a run starts."""
 
     config: RunConfig
     recipe: str

@@ -1,10 +1,10 @@
 """Lanes: row i of every micro-batch comes from lane i, for any number of ranks and workers.
 
-A lane is only a position in an order that the seed fixes: ranks and workers share the lanes among themselves. Its
-state is a few numbers, so that a run continues exactly where it was, also with another number of ranks or workers.
+A lane is only a position in an order that the seed determines. The lanes are divided among ranks and workers. The state of a lane is a few
+numbers, so that a run continues exactly where it stopped, also with another number of ranks or workers.
 
-`RowLane` takes rows of a corpus in memory, in which any row can be computed at once. `BlockLane` is for a streamed corpus: it reads
-blocks of documents, one after another, and packs them itself.
+`RowLane` is for a corpus in memory, in which any row can be computed directly. `BlockLane` is for a streamed corpus: it reads blocks of
+documents, one after another, and packs the documents into rows itself.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class RowSequence(Protocol):
 
 
 class Consumed:
-    """The output of a lane so far: a hash over its tokens, the first of them, documents that ended, records that were skipped."""
+    """A summary of a lane's rows so far: a hash of the tokens, the first tokens, the numbers of documents that ended and of records skipped."""
 
     def __init__(self) -> None:
         self.digest = ""
@@ -108,7 +108,7 @@ class BlockSequence:
         self.parts = parts
         self._orders = [SeededOrder(len(part), seed, f"blocks {number}") for number, part in enumerate(parts)]
         self._turns = Turns(weights, seed)
-        # a lane may stay in one part, and reach its only document once in many epochs
+        # a lane may read only one part, and reach the part's only document once in many epochs
         self.most_empty = 64 * sum(len(part) for part in parts) * max(weights)
         """Blocks without a document that a lane skips before it gives up."""
         self._losses: dict[tuple[int, int], int] = {}
@@ -124,7 +124,7 @@ class BlockSequence:
         return part, self._orders[part].at(turn)
 
     def is_first_loss(self, located: tuple[int, EpochItem], record: int) -> bool:
-        """Return whether this is the first loss of `record` of the block at `located` for any lane of this process."""
+        """Return True for the first lane of this process that finds `record` of the block at `located` lost, and then False."""
         part, (_, block) = located
         is_first = self._losses.get((part, block), -1) < record
         if is_first:
@@ -189,7 +189,7 @@ class BlockLane(Consumed):
         if self._document is None:
             self._document = self._next_document()
             if self._offset >= len(self._document):
-                # a position from a checkpoint: a row would wait forever for its next token
+                # a position from a checkpoint may be past the end of the document; a row would then wait forever for its next token
                 raise DataError(
                     f"data: the position of row {self._number} is token {self._offset} of record {self._record} of block {self._block}, "
                     f"which has {len(self._document)} (the file changed, or the checkpoint is damaged); resume with the files of that run"
@@ -220,7 +220,7 @@ class BlockLane(Consumed):
     def _refuse(self, bad: Bad, located: tuple[int, EpochItem]) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
-        # every block is read once an epoch: only records of the first one are counted
+        # every block is read once per epoch, so only bad records of the first epoch are counted
         is_counted = self._blocks.is_first_loss(located, self._record) if bad.is_loss else bad.is_passing or located[1].epoch == 0
         if is_counted:
             self.bad_records += bad.lost

@@ -17,7 +17,7 @@ from nsa_train.errors import DataError
 KEY = "block_hashes"
 """Key of the hashes in the fingerprint of a state"""
 CHUNK = 1024
-"""Number of blocks whose hashes are one text of a state: only texts that changed are encoded again."""
+"""Number of blocks whose hashes form one text of a state. Texts are short, so that little is encoded again when a hash is added."""
 VERIFIED_BYTES = 2**34
 """Maximum bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
 
@@ -32,7 +32,7 @@ class Walk(NamedTuple):
     files: tuple[FileBlocks, ...]
     """The blocks of each part of `sequence`, which may hold each of them several times"""
     lanes: int
-    """Their number, on all ranks"""
+    """Number of lanes of all ranks"""
     scanned: tuple[Hashes, ...]
     """The hashes of each part from opening the data, equal in every process"""
 
@@ -102,7 +102,7 @@ class OpenedBlocks:
                 try:
                     files.record_hash(block)
                 except LostError:
-                    # the lane that reads the block reports it, or counts its records
+                    # the lane that reads the block will report the loss, or count its records
                     continue
                 if time.monotonic() > until:
                     return True

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LISTED = 2**22
-"""Orders of at most so many numbers are drawn and kept; longer ones are computed number by number."""
+"""Orders of at most this many numbers are drawn and kept in memory; each number of a longer order is computed when it is needed."""
 _ROUNDS = 6
 
 
@@ -25,7 +25,7 @@ class SeededOrder:
     def __init__(self, count: int, seed: int, name: str = "") -> None:
         """`name` keeps orders of one seed apart."""
         self.count, self._seed, self._name = count, seed, name
-        # replaced and read as a whole, so that several threads may share it
+        # always replaced and read as one tuple, so that several threads may share it
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
     def at(self, position: int) -> EpochItem:
@@ -75,6 +75,6 @@ class Turns:
 
 
 def generator(seed: int, epoch: int, name: str = "") -> np.random.Generator:
-    """Return numbers drawn from (seed, epoch, name), hashed: neighbouring seeds must not repeat each other's epochs."""
+    """Return a generator seeded by a hash of (seed, epoch, name). Without the hash, neighbouring seeds could repeat each other's epochs."""
     digest = hashlib.sha256(f"{seed} {epoch} {name}".encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))

@@ -136,7 +136,7 @@ class DrawnRows:
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
-    # by numpy: for each of these torch would wake a thread per core and release the interpreter's lock
+    # numpy, because for each of these small operations torch would wake a thread per core and release the GIL
     lengths = np.array([length for row in rows for length in row.lengths], np.int32)
     labels = _joined([row.labels for row in rows])
     loss_mask = labels != IGNORED

@@ -95,7 +95,8 @@ class TrainingStream:
     def ready(self, seconds: float) -> bool:
         """Wait for the next batch for at most `seconds`; return whether it is available without a further wait.
 
-        A loop of short waits can still react to signals. True without workers, and if an error is pending, also that of an overdue batch.
+        In a loop of short waits, the caller can still react to signals. The result is also True without workers, and if an error is pending,
+        such as that of an overdue batch.
         """
         # starts the threads
         self._batches.state_dict()

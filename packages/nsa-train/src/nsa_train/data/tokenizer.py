@@ -20,9 +20,9 @@ from nsa_train.files import MOST_TOKENIZER, read_regular, refusal
 from nsa_train.settings.data_table import IDS, DataTable
 
 SEPARATOR = 256
-"""Follows the last byte of every document; the model learns to predict it, and generation stops at it."""
+"""Id of the separator, which follows the last byte of every document. The model learns to predict it, and generation stops at it."""
 PAD = 257
-"""Fills rows; never a target."""
+"""Id of the padding that fills rows; it is never a target."""
 
 GPT2_VOCAB_SIZE = 50_258
 """GPT-2's 50,257 ids, among which 50,256 is <|endoftext|>, the separator; plus 50,257, the pad."""

@@ -43,7 +43,7 @@ def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
 
 @contextmanager
 def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
-    """In the block, let `layers` compute in `mode`; `registry` comes from `registry_of` and chooses randomly."""
+    """Let `layers` compute in `mode` while the block runs; `registry` comes from `registry_of` and chooses randomly."""
     with ExitStack() as stack:
         for layer in layers:
             if mode is Mode.CLOSED:

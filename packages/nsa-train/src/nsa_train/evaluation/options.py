@@ -13,7 +13,7 @@ from nsa_train.settings.config import listed
 from nsa_train.settings.rules import MOST_SEED
 
 MOST_LENGTH = 2**24
-"""Maximum tokens of a sequence in the options."""
+"""Largest sequence length, in tokens, that the options accept."""
 MOST_COUNT = 100_000
 """Maximum number of samples of a cell, of depths, and of pairs."""
 
@@ -24,7 +24,7 @@ class Mode(StrEnum):
     TRAINED = "trained"
     """The model as it is."""
     CLOSED = "closed"
-    """The selected branch's gates are 0; a softmax gate over cmp and slc keeps slc in the first l - 1 rows, which have no other branch."""
+    """The selected branch's gates are 0. Exception: with a softmax gate over cmp and slc alone, the first l - 1 rows keep slc, their only branch."""
     SHUFFLED = "shuffled"
     """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
 

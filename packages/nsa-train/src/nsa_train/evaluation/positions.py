@@ -11,7 +11,7 @@ from nsa_core.varlen import positions_from_cu_seqlens
 from nsa_train.data.packing import IGNORED, Batch
 
 CHUNK = 8192
-"""Tokens whose logits are float32 at a time."""
+"""Number of tokens whose logits are converted to float32 at a time."""
 
 
 class Bucket(NamedTuple):
@@ -46,7 +46,7 @@ def loss_by_position(logits_of: Callable[[Batch], Tensor], batches: Iterable[Bat
 def _add(sums: Tensor, logits: Tensor, batch: Batch) -> None:
     """Add targets, losses and right answers of one batch to `sums` `(3, buckets)`; `logits` `(total, V)`."""
     labels = batch.labels[0]
-    # 0, 1 .. 2, 3 .. 6, ...: exact, where a logarithm would be rounded
+    # buckets 0, 1 .. 2, 3 .. 6, ...; by integer edges, because a logarithm would be rounded
     edges = 2 ** torch.arange(sums.shape[1], device=sums.device)
     buckets = torch.bucketize(positions_from_cu_seqlens(batch.cu_seqlens, len(labels)) + 1, edges, right=True) - 1
     for at in range(0, len(labels), CHUNK):

@@ -23,7 +23,7 @@ ANSWER = b" %d"
 LEAST_KEY, MOST_KEY = 1000, 10_000
 """Pass keys have four digits."""
 COPIED = 4
-"""A copied span takes one over this of a sequence."""
+"""A sequence is this many times as long as its copied span."""
 
 
 class Asked(NamedTuple):
@@ -87,7 +87,7 @@ def least_passkey(subject: Subject) -> int:
     if subject.reads_ids:
         return 2 * _task(subject, 0, pairs=1).pair_ids
     tokenizer, numbers = subject.opened.tokenizer, range(LEAST_KEY, MOST_KEY)
-    # numbers take different counts of tokens; each text has a separator behind it
+    # texts with different numbers have different numbers of tokens; each text is followed by a separator
     keys, answers = (tokenizer.encode_batch(texts) for texts in ([KEY % (n, n) for n in numbers], [ANSWER % n for n in numbers]))
     longest = max(len(key) + len(answer) - 2 for key, answer in zip(keys, answers, strict=True))
     return longest + len(tokenizer.encode(QUESTION)) + 1
@@ -96,7 +96,7 @@ def least_passkey(subject: Subject) -> int:
 def mqar(subject: Subject) -> Iterator[Figure]:
     """Yield the share of pairs whose value the model knows in every token, by length and mode; a sequence asks for all of its pairs.
 
-    `guessed` is the share that is right by elimination: by drawing among the values that no question has used yet.
+    `guessed` is the share of right answers of a model that only draws among the values that no question has used yet.
     """
     samples = subject.options.samples
     for length in subject.lengths_from(least_mqar(subject)):
@@ -154,7 +154,7 @@ def copy(subject: Subject) -> Iterator[Figure]:
 
 
 def least_copy(subject: Subject) -> int:
-    """Return the tokens of the shortest sequence of copy, whose span has 2: one given, one to predict."""
+    """Return the number of tokens of the shortest sequence of copy. Its span has 2 tokens: one is given, one is to be predicted."""
     return 2 * COPIED
 
 

@@ -90,7 +90,7 @@ class Subject:
         return self.options.symbols is not None or (config is not None and config.data.source == "needle")
 
     def random(self, name: str) -> np.random.Generator:
-        """Return the generator of a sequence called `name`; no training row is drawn from it."""
+        """Return the random generator of a sequence called `name`; training rows use other generators."""
         return generator(self.options.seed, 0, f"eval {name}")
 
     @property
@@ -105,7 +105,7 @@ class Subject:
 
     @contextmanager
     def in_mode(self, mode: Mode, name: str) -> Iterator[None]:
-        """In the block, let the model compute in `mode`; `name` seeds a shuffled choice."""
+        """Let the model compute in `mode` while the block runs; `name` seeds a shuffled choice."""
         self._generator.manual_seed(int(self.random(f"choice {name}").integers(2**31)))
         with limited_to(mode, [*self.choosing_layers.values()], self._registry):
             yield

@@ -35,7 +35,7 @@ class Task:
     problems: Callable[[Subject], list[str]]
     """Returns why a model cannot do the task with its options; empty if it can."""
     reads_documents: bool = False
-    """Whether it reads held-out documents; else it draws its sequences."""
+    """True if the task reads held-out documents; False if it draws its sequences."""
 
 
 def position_figures(subject: Subject) -> Figures:
@@ -67,7 +67,7 @@ def _without_choice(subject: Subject) -> list[str]:
 
 
 def _too_short(least: Callable[[Subject], int]) -> Callable[[Subject], list[str]]:
-    """Return a function that reports the shortest requested length, or else the model's positions, if they are below `least` of a model."""
+    """Return a function that reports the shortest requested length (by default the model's positions) if it is below `least` of the model."""
 
     def problems(subject: Subject) -> list[str]:
         if not subject.options.lengths and subject.opened.max_position > MOST_LENGTH:

@@ -40,7 +40,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
         rows = q[first : first + step].float().unflatten(1, (k_cmp.shape[1], -1))
         products = torch.einsum("sghd,kgd->sghk", rows, k_cmp.float()) * scale
         hidden = (block >= compressed_lengths(torch.arange(first, first + len(rows)) + 1, geometry).unsqueeze(1))[:, None, None]
-        # a row that sees nothing gets the softmax of equal products, then 0
+        # a row that sees no key gets a uniform softmax, which the second mask sets to 0
         weights = products.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1).masked_fill(hidden, 0.0).sum(2)
         found.append(pool_importance(weights, geometry, num_blocks))
     return torch.cat(found)
@@ -63,7 +63,7 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
     choices = [NotedChoice(installed) for _ in sparse]
     with ExitStack() as stack, torch.inference_mode(), watched([*sparse.values()], PassNote) as notes:
         for layer, choice in zip(sparse.values(), choices, strict=True):
-            # without fused backends
+            # use a registry without fused backends, and restore the layer's own after the pass
             stack.callback(setattr, layer, "registry", layer.registry)
             layer.registry = registry_of(choice)
         decoder.hidden(decoder.embedding(ids[None]))

@@ -27,8 +27,8 @@ def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
     """Return name -> bytes of the arrays that a page holds for a layer, in the order token, KV head, block.
 
     `chosen` has a bit for each block, lowest first, in whole bytes for each KV head. `scores` and `mass` have only the candidates of each
-    token, blocks 0 .. own, as 255 times the root of their share of the largest one, which is in `scores-largest` and `mass-largest`, a
-    little-endian float32 for each token and KV head. `gates` are 255 times a gate.
+    token, blocks 0 .. own. A value is divided by the largest one of its token and KV head; its byte is 255 times the square root of that
+    quotient. The largest values are in `scores-largest` and `mass-largest`, as little-endian float32. `gates` are 255 times a gate.
     """
     found = {}
     if layer.gates is not None:

@@ -60,7 +60,7 @@ class LayerRecord:
     def chosen(self) -> NDArray[np.bool_]:
         """Return bool `(S, G, N)`: whether a block was chosen."""
         assert self.block_indices is not None
-        # -1 is the column that is cut off
+        # unused slots (-1) set the last column, which is cut off
         found = np.zeros((*self.block_indices.shape[:2], self.num_blocks + 1), np.bool_)
         np.put_along_axis(found, self.block_indices.astype(np.int64), True, axis=-1)
         return found[..., :-1]
@@ -146,5 +146,5 @@ def layer_arrays(layer: LayerRecord, decimals: int) -> Iterator[tuple[str, Any]]
 
 
 def _rounded(values: NDArray[Any], decimals: int) -> Any:
-    # in float64, whose shortest spelling is the rounded number
+    # in float64, because there the shortest decimal text of a rounded number has only these decimals
     return (values if values.dtype.kind == "i" else values.astype(np.float64).round(decimals)).tolist()

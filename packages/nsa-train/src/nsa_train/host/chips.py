@@ -14,7 +14,7 @@ class Chip:
     compute_capability: tuple[int, int]
     memory_gib: float
     dense_bf16_tflops: float
-    """Peak of dense bf16 products with float32 sums, in TFLOP/s; sheets that double it for sparsity are halved."""
+    """Peak of dense bf16 matrix products with float32 accumulation, in TFLOP/s. If a data sheet gives the rate with sparsity, it is half of that."""
 
 
 CHIPS = {
@@ -41,7 +41,7 @@ _MARKS = (
     *(("H100 NVL", "h100-nvl"), ("H100 PCIe", "h100-pcie"), ("H100", "h100")),
     *(("A100", "a100"), ("A10G", "a10g"), ("L40S", "l40s"), ("L4", "l4"), ("RTX 4090", "rtx4090"), ("RTX 3090", "rtx3090")),
 )
-"""Part of a device's name, and the chip that it is: the first that fits."""
+"""Pairs of a part of a device's name and the chip; the first pair that matches counts."""
 
 
 def chip_named(device_name: str) -> Chip | None:

@@ -1,4 +1,4 @@
-"""The process's environment: its variables, its packages, and env.json. Imports no torch."""
+"""The environment of this process: its variables, its packages, and the content of env.json. Imports no torch."""
 
 import os
 import platform

@@ -10,9 +10,9 @@ from nsa_train.host.machine import Machine, machine_of, processes_of
 from nsa_train.settings.config import RunConfig, listed
 
 NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
-"""The branches that run each operation."""
+"""Operation -> the branches that need it."""
 STEP_OPERATIONS = (Operation.APPEND, Operation.ROTATE)
-"""Operations that a step of a cache runs in addition: samples need them, training does not."""
+"""Operations that a step over a cache runs in addition. Samples need them; training does not."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """train.precision -> the dtype in which the attention computes."""
 SAMPLER = Machine(device_type="cpu", name="cpu")
@@ -99,7 +99,7 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
             samples["the samples of this run"] = _sampling_requests(_requests(config, operation, machine, needs_grad=False))
         if operation in STEP_OPERATIONS:
             return samples
-        # a named operation that no pass runs is checked as if both did
+        # if the recipe names a backend of an operation that no pass runs, it is checked as if both kinds of pass ran it
         passes = [needs_grad for needs_grad in (True, False) if _layers_with(config, operation, needs_grad=needs_grad)] or [True, False]
         return {
             "this run": tuple(one for needs_grad in passes for one in _requests(config, operation, machine, needs_grad=needs_grad)),
@@ -177,7 +177,7 @@ def reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
 
 def _requests(config: RunConfig, operation: Operation, machine: Machine, *, needs_grad: bool = True) -> tuple[BranchRequest, ...]:
     """Return the requests of a pass over a training batch for `operation`; equal requests of several layers are listed once."""
-    # a named operation that no layer runs is checked as for a layer of table `nsa`
+    # if no layer runs the operation, its backend is checked for a layer with the sizes of table `nsa`
     layers = _layers_with(config, operation, needs_grad=needs_grad) or [config.nsa_config()]
     return tuple(dict.fromkeys(_request(config, layer, operation, machine, needs_grad=needs_grad) for layer in layers))
 
@@ -197,7 +197,7 @@ def _request(config: RunConfig, layer: NSAConfig, operation: Operation, machine:
         num_sequences=rows,
         num_queries=rows * train.seq_len,
         num_keys=train.seq_len,
-        # the rows that a step appends have the heads of the keys
+        # rows that a step appends have as many heads as the keys
         num_heads=model.n_kv_heads if operation is Operation.APPEND else model.n_heads,
         num_kv_heads=model.n_kv_heads,
         head_dim_qk=model.head_dim_qk,

@@ -137,13 +137,13 @@ def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    # torchrun handles at least one itself; signals that end a run are forwarded below
+    # torchrun must handle at least one signal itself; the signals that end a run are forwarded below
     options = ["--nproc-per-node", str(num_processes), *meeting.torchrun_words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
         ENVIRONMENT.update({FOLDER: folder, LAUNCHER: str(os.getpid())})
-        # each generation of processes has its own store; torchrun's would keep addresses of dead processes, and would end
-        # with this process, while the workers still save
+        # the processes of each start get their own store. Torchrun's store would keep addresses of dead processes, and would end with this
+        # process while the workers still save
         ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         failed = 0
         try:
@@ -154,7 +154,7 @@ def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int
         finally:
             del ENVIRONMENT[FOLDER], ENVIRONMENT[LAUNCHER]
         code = joint_code(Path(folder)) or failed
-        # a worker that had not started, or that torchrun ended, does not know the signal
+        # a worker that had not started, or that torchrun ended, cannot report the signal
         return max(heard) if heard and code in (TrainError.exit_code, *CODES.values()) else code
 
 
@@ -171,13 +171,13 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         pids = worker_pids(folder)
         if number == signal.SIGINT and INTERRUPTED in heard:
-            # the workers end by themselves; torchrun would wait for a hanging one
+            # the workers end by themselves, but torchrun would wait forever for one that hangs
             timer = threading.Timer(PATIENCE_S, send, (pids, signal.SIGKILL))
             timer.daemon = True
             timer.start()
         if number in CODES:
             heard.append(CODES[number])
-            # workers that have not started stop when they do
+            # workers that have not started yet find this file and stop
             (folder / STOP).touch()
             if not pids:
                 message = f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done"

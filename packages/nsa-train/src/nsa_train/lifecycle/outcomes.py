@@ -67,10 +67,10 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
     """Return how this process's command ends after `error`."""
     if isinstance(error, SignalledError):
         if isinstance(error.__context__, TrainError | NSAError):
-            # torchrun sends SIGTERM to ranks that are still handling an error
+            # torchrun sends SIGTERM to ranks that are still handling an error; report that error, not the signal
             error = error.__context__
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
-            # not the end of the run: torchrun must end the others, or report the failure of another rank
+            # the signal was only for this rank, not for the run: torchrun must end the others, or report the failure of another rank
             return Ending(TrainError.exit_code, is_own=False)
     # each host reports the end of its launcher, because rank 0 may be on another host
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
@@ -112,7 +112,7 @@ def has_lost_launcher() -> bool:
     if os.getppid() != _PARENT:
         return True
     try:
-        # our launcher may have ended before this module was loaded; a program between the two may have outlived it
+        # check the launcher's own process: it may have ended before this module was loaded, and a process between the two may live longer
         os.kill(int(ENVIRONMENT.get(LAUNCHER if is_worker() else STARTER, _PARENT)), 0)
     except ProcessLookupError:
         return True

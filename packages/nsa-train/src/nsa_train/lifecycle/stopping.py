@@ -103,7 +103,7 @@ class StopRequests:
         return self._heard
 
     def expect_delay(self, reason: str) -> None:
-        """Report `reason` as the cause of a delay with every request to stop; an empty reason ends this."""
+        """Say in the message about each request to stop that `reason` delays the stop, until a call with an empty reason."""
         self._delay = reason
         self._tell_delay()
 
@@ -139,7 +139,7 @@ class StopRequests:
             code = reported(code, is_own=True)
             self._quitting()
         finally:
-            # even if the records could not be written
+            # end the process even if the records could not be written
             os._exit(code)
 
     def _note(self, request: Stop, *, is_shared: bool = False) -> None:
@@ -164,7 +164,7 @@ class StopRequests:
             if self._store is not None and self._store.check([_KEY]):
                 self._note(Stop(int(self._store.get(_KEY))), is_shared=True)
         except RuntimeError:
-            # the rank that keeps the store is gone; the next exchange reports it
+            # the rank that holds the store is gone; the next exchange between ranks reports that
             self._store = None
 
     def _has_halt(self) -> bool:
@@ -181,7 +181,7 @@ class StopRequests:
         try:
             with path.open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            # its message does not show the disk's error
+            # the message of the writing library does not show the disk's error
             if not path.stat().st_size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError as error:

@@ -151,7 +151,7 @@ class GradientWatch:
                 f"step {step}: no gradient ever reached {some([*self._pending])}, as every step was skipped; "
                 "lower train.lr, or look at the batches that the log names"
             )
-        # the first gradients may be zero: with one step, nothing is known
+        # the first gradients may be zero, so after a single step nothing is known
         if self.num_observed > 1 and step >= self.last_step:
             self._require_moved(step)
 
@@ -218,14 +218,14 @@ def _opening_length_of_gate(config: NSAConfig) -> int:
         return 1
     found = [geometry.compression_block_size] if "cmp" in config.branches else []
     if {"slc", "win"} <= set(config.branches):
-        # with shared keys and values both return the same until one of them omits tokens
+        # with shared keys and values both branches return the same result until one of them omits tokens
         covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
         found.append(covered + 1 if config.kv == "shared" else 1)
     return min(found)
 
 
 class Patience:
-    """Early stopping: counts evaluations in a row without a better validation loss; 0 never ends."""
+    """Early stopping: counts evaluations in a row without a better validation loss. With `most` 0 the run never ends early."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -260,7 +260,7 @@ def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, wor
     Raises:
         GuardError: on all ranks, naming the tensors that are not finite.
     """
-    # in this order: the first call lets FSDP free its gathered weights, and moments are named by the sharded ones
+    # model_tensors first: it makes FSDP free its gathered weights, and the names of the moments come from the sharded weights
     weights = model_tensors(model)
     gathered = world.gather(not_finite({**weights, **optimizer_tensors(model, optimizer)}))
     names = list(dict.fromkeys(name for part in gathered for name in part))

@@ -36,16 +36,16 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         # before a device is used: preflight reports everything that is missing at once
         initial = check_start(config, out, resuming=resume is not None, say=warnings.append)
     if config.train.deterministic:
-        # cuBLAS reads it when it starts, and then repeats its sums exactly
+        # cuBLAS reads this variable when it starts; with this value its sums are deterministic
         ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         join_world(config.train.strategy, config.train.device) as world,
         ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,
     ):
-        # a name with the time differs between processes
+        # the name may contain the time, which differs between processes
         out = Path(world.from_main(str(out)))
         if world.is_restart:
-            # also after a resume from an earlier step, whose first start made that step the newest
+            # also if the first start resumed from an earlier step, because it made that step the newest
             resume = AUTO
         if is_under_torchrun():
             resume = world.from_main(settled_resume(out, resume))

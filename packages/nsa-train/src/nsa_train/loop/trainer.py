@@ -94,7 +94,7 @@ class Trainer:
         self.model = build_model(config).to(self.device)
         self.teacher = Teacher(config, self.device) if train.selection_teacher else None
         for auxiliary in self.model.selection_losses:
-            # per step, for any number of passes and ranks
+            # so that a step has NUM_SAMPLES samples for any number of passes and ranks
             auxiliary.num_samples = -(-NUM_SAMPLES // (train.accumulate * world.world_size))
         self.start = resume.step if resume else 0
         # refuse before the records are truncated to the resumed step; do slow work before the directory is
@@ -182,7 +182,7 @@ class Trainer:
         is_logged = step % train.log_every == 0 or step in (1, train.steps)
         fetched, targets, tokens, longest = self._fetch(step)
         if step == self.start + 1:
-            # also if the step is skipped
+            # recorded even if the step is skipped
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(step, fetched, targets, observed)

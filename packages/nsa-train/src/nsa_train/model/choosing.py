@@ -111,7 +111,7 @@ def watched(layers: Sequence[NativeSparseAttention], kind: type[Watch]) -> Itera
 
 
 def watch_inputs(decoder: Decoder, ids: Tensor, each: Callable[[int, Tensor], object]) -> None:
-    """Run `decoder` over `ids` `(S,)`, and pass the number of each layer and the input of its attention, `(1, S, hidden)`, to `each`."""
+    """Run `decoder` over `ids` `(S,)`. Call `each` for each layer with its number and the input of its attention, `(1, S, hidden)`."""
 
     def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         each(index, inputs[0])

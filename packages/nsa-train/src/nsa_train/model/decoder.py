@@ -76,8 +76,8 @@ class Decoder(decoder.Decoder):
     ) -> Tensor:
         """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)` or, given `labels` `(B, S)`, the summed loss in nats.
 
-        Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`)
-        the tokens follow those held, of which `query_count` `(B,)` are valid.
+        Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`) the tokens follow
+        those in the caches; the first `query_count` `(B,)` tokens of each entry are valid.
         """
         hidden = self.hidden(self.embedding(input_ids), cu_seqlens, max_seqlen, caches, query_count)
         if labels is None:
@@ -100,7 +100,7 @@ class Decoder(decoder.Decoder):
         return [layer.selection_loss for layer in self.sparse_layers if layer.selection_loss is not None]
 
     def sample_queries(self, pass_number: int) -> None:
-        """Let the next pass, `pass_number` of the run, compare other queries than the last pass: offsets by the golden ratio fill 0 to 1."""
+        """Choose the queries of the selection loss for the next pass, number `pass_number` of the run; offsets by the golden ratio cover 0 to 1."""
         found = self.selection_losses
         if found:
             # filled on the device: a copy from the host would wait

@@ -67,6 +67,6 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_g
     loss = -torch.where(counts, picked, 0).sum()
     if not needs_grad:
         return loss, logits
-    # a comparison, not a scatter: one pass when compiled, and deterministic
+    # a comparison, because it takes one pass when compiled and is deterministic, unlike a scatter
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets
     return loss, torch.where(counts.unsqueeze(1), logs.exp() - is_target.to(wide), 0).to(logits.dtype)

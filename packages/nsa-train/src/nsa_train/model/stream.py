@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0
     """Temperature; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Draw among the most likely tokens whose shares add up to it."""
+    """Draw only among the most likely tokens whose probabilities add up to this (nucleus sampling)."""
     seed: int = 0
     stops: tuple[str, ...] = ()
     """Texts that end the continuation; they are not part of it."""

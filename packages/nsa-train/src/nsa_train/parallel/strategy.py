@@ -18,7 +18,7 @@ class Single:
     """One process. The other strategies have the same interface."""
 
     factor = 1.0
-    """Factor of a rank's share of the loss before the backward pass: ranks are averaged, the loss is a sum."""
+    """Factor of a rank's loss before the backward pass. It cancels the average over ranks, because the loss is a sum over ranks."""
 
     def __init__(self, model: Decoder, world: World) -> None:
         self.forward: Any = model
@@ -52,7 +52,7 @@ class Fsdp(Single):
     """Every rank holds a shard of each weight, its gradient and its optimizer state; a block is gathered while it runs."""
 
     def __init__(self, model: Decoder, world: World) -> None:
-        # they take a second to load
+        # imported here, because these modules take a second to load
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 

@@ -32,10 +32,10 @@ TIMEOUT = timedelta(minutes=30)
 
 @contextmanager
 def contact_kept(rank: int) -> Iterator[None]:
-    """Run a block of `rank` that exchanges data with other ranks; other errors of the block pass unchanged.
+    """Convert errors of collectives in the block into LostContactError if another rank is gone; other errors pass unchanged.
 
     Raises:
-        LostContactError: instead of the error of a collective if another rank is gone.
+        LostContactError: if an exchange of `rank` with another rank failed.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def contact_kept(rank: int) -> Iterator[None]:
 def _is_broken_off(error: RuntimeError) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    # a local failure of gloo, such as a missing network interface, is not the loss of another rank
+    # "enforce fail" is a local failure of gloo, such as a missing network interface, not the loss of another rank
     return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
 
 
@@ -248,7 +248,7 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
 
 
 def _own_store(agents: Any, rank: int) -> Any:
-    """Return a store that rank 0 keeps: `agents`, the store of torchrun's agent, ends with the agent, and the ranks outlive it to save."""
+    """Return a store in rank 0's process. `agents`, the store of torchrun's agent, ends with the agent, but the ranks live longer, to save."""
     if rank == 0:
         own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         agents.set("store", json.dumps([_address(), own.port]))

@@ -63,7 +63,7 @@ def _is_untouched(paths: RunDirectory) -> bool:
 def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:
     """Check that the disk of `out_dir` has room for the checkpoints that are kept, and for one more while it is written.
 
-    Existing checkpoints of this run count as room: they are kept, or the run frees their space.
+    Existing checkpoints of this run count as room, because they are either among the checkpoints that are kept, or are deleted by the run.
     """
     root = RunDirectory(out_dir).checkpoints
     folder, folders = nearest_existing(root), step_folders(root)
@@ -93,7 +93,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
 def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
     """Return how many checkpoints exist at the end of a run that finds those of the steps `held`, and resumes from one of them."""
     train = config.train
-    # keep_last removes those of an abandoned branch; others stay
+    # with keep_last, checkpoints of an abandoned branch are removed; without it, all stay
     staying = [step for step in held if not train.keep_last or step <= train.steps]
     start, every = min(min(held, default=0), train.steps), train.save_every or train.steps
     # multiples of `every` beyond `start`, and the last step

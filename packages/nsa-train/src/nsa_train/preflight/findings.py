@@ -17,7 +17,7 @@ class Preflight:
     warned: list[str] = field(factory=list)
     failed: list[str] = field(factory=list)
     needs: list[str] = field(factory=list)
-    """The needs of the run: GPUs, memory, disk; they help if something is missing."""
+    """The needs of the run: GPUs, memory, disk. They are useful if something is missing."""
     routes: dict[str, str] = field(factory=dict)
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0

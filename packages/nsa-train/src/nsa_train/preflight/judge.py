@@ -18,7 +18,7 @@ from nsa_train.settings.config import RunConfig
 from nsa_train.settings.rules import undivided_rows
 
 LONG_STEPS = 5000
-"""Steps from which a run is long: it must save, and on a GPU compute in bf16."""
+"""From this number of steps on, a run is long: it must save checkpoints and, on a GPU, compute in bf16."""
 TOY_PARAMETERS = 1_000_000
 ALIGNED = 8
 """Widths of 16-bit products should be multiples of this for tensor cores."""
@@ -47,7 +47,7 @@ def run_preflight(
     check_out_dir(findings, out_dir, resuming=resuming)
     check_init_from(findings, config, resuming=resuming)
     frozen = check_selection_teacher(findings, config)
-    # if hosts may leave, the fewest processes hold the most each
+    # if hosts may leave, memory is estimated for the fewest processes, of which each holds the most
     memory = estimate_memory(config, parameters, min(sizes), frozen=frozen)
     findings.memory_gib = memory.total_gib
     check_schedule(findings, config, where, parameters, sizes)

@@ -178,13 +178,13 @@ class MemoryFixes:
             yield "a GPU with more memory"
 
     def _fitting_length(self, change: Mapping[str, Any], limit_gib: float) -> int | None:
-        """Return train.seq_len halved until the run fits; None if that does not help, or the rows must stay."""
+        """Return train.seq_len, halved until the run fits; None if that does not help, or if the rows must not change."""
         halved = itertools.takewhile(lambda length: length >= 2, (self.config.train.seq_len >> times for times in itertools.count(1)))
         fitting = (length for length in halved if self._estimate({**change, "seq_len": length}).total_gib <= limit_gib)
         return None if self.resuming else next(fitting, None)
 
     def _fitting_processes(self, change: Mapping[str, Any], limit_gib: float) -> int | None:
-        """Return how many processes can share the run by FSDP: those of now, doubled until it fits; None if that does not help."""
+        """Return the number of processes with which the run fits under FSDP: the present one, doubled until it fits; None if that does not help."""
         train, processes = self.config.train, max(2, min(self.world_sizes))
         while processes <= MOST_PROCESSES:
             rows = train.batch_size if self.resuming else processes

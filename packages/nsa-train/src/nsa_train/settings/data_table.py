@@ -67,7 +67,7 @@ class DataTable(Table):
 
     @property
     def missing_path(self) -> str:
-        """The message if the files are not named yet, so that the recipe can be checked but not run; empty if they are named."""
+        """The message for a recipe that does not name its files yet: it can be checked, but not run. Empty if the files are named."""
         return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:

@@ -13,7 +13,7 @@ from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_
 MOST_SAMPLED = 100_000
 """Maximum tokens of one sample: each takes a step of the model, and the cache has room for all."""
 COLDEST, HOTTEST = 1e-3, 1e3
-"""Bounds of temperatures other than 0; beyond them the draw is the most likely token, or uniform."""
+"""Bounds of temperatures other than 0. Below them the draw would be the most likely token, above them uniform."""
 NEWEST, AUTO = -1, -2
 """Values of the step to resume from. NEWEST: the newest complete checkpoint. AUTO: the same if there is a run, else a new run."""
 STANDARD_INPUT = "-"
@@ -47,7 +47,7 @@ def read_prompts(source: Path) -> list[str]:
         content = sys.stdin.buffer.read(MOST_JSON + 1) if str(source) == STANDARD_INPUT else read_regular(source, MOST_JSON)
         if len(content) > MOST_JSON:
             raise ValueError(f"it has more than {MOST_JSON:,} bytes")
-        # line feeds alone end a line: a form feed or U+2028 is text
+        # only a line feed ends a line; a form feed or U+2028 is text
         lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n")]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts={str(source)!r} cannot be read ({error}); name a UTF-8 file with a prompt a line, or -") from None

@@ -98,7 +98,7 @@ def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str
     last: dict[str, str] = {}
     counts = Counter(map(_key_of, overrides))
     for override in overrides:
-        # a key takes the position of its last override
+        # a key gets the position of its last override
         last.pop(_key_of(override), None)
         last[_key_of(override)] = override
     for key, count in counts.items():

@@ -21,13 +21,13 @@ EMA_WEIGHT = 0.1
 """Weight of the newest step in the mean of step times."""
 STEP_EVENTS = ("step_end", "progress")
 STALL_STEPS = 10
-"""Silence, in mean steps, that counts as a stall."""
+"""Silence that counts as a stall, as a multiple of the mean step time."""
 STALL_PAUSES = 3
-"""Silence, in longest pauses so far (for evaluation or saving), that counts as a stall."""
+"""Silence that counts as a stall, as a multiple of the longest pause so far (for evaluation or saving)."""
 LEAST_STALL_S = 5.0
-"""Minimum patience, and the patience with a rank whose process is gone."""
+"""Minimum patience in seconds, which is also the patience with a rank whose process is gone."""
 AHEAD_S = 1.0
-"""Maximum lead of timestamps over the watcher's clock that is not reported."""
+"""Seconds by which timestamps may be ahead of the watcher's clock before that is reported."""
 BEGUN_STALL_S = 600.0
 """Patience after an event that announces work longer than a step."""
 BOOT_STALL_S = 1800.0
@@ -72,9 +72,9 @@ class RankWatch:
     pid: int | None = None
     host: str | None = None
     pid_namespace: str | None = None
-    """The namespace in which `pid` names the process; None in records without it."""
+    """The pid namespace of `pid`; None if the records lack it."""
     world_size: int | None = None
-    """Ranks of its start; None if its boot did not say."""
+    """Number of ranks of this start; None if its `boot` event lacks it."""
     restarts_left: int = 0
     """How often torchrun may restart the ranks after this start."""
     step: int = 0
@@ -113,7 +113,7 @@ class RankWatch:
         step = event.get("step", self.step)
         elapsed_s = seconds_between(self.last, event) if self.last else 0.0
         if event.get("uptime_s") is None:
-            # a changed clock looks like a long pause
+            # if the clock was set, the difference looks like a long pause
             elapsed_s = min(elapsed_s, BEGUN_STALL_S)
         self.lived_s += elapsed_s
         # a logged step has two equivalent events
@@ -139,7 +139,7 @@ class RankWatch:
     def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
         """Return the anomalies after `now` seconds of watching.
 
-        A stall begins `grace_s` later; sooner if the process `is_gone` and will not be restarted.
+        A stall is reported `grace_s` later; sooner if the process `is_gone` and will not be restarted.
         """
         if self.has_ended or not self.last:
             return []
@@ -163,7 +163,7 @@ class RankWatch:
         return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
 
     def silence_s(self, now: float) -> float:
-        """Return the certain silence of this rank after `now` seconds of watching: the time since the look that read its last event."""
+        """Return how long this rank has certainly been silent after `now` seconds of watching: the time since its last event was read."""
         return now - self.heard_s
 
     def doubt(self, grace_s: float = 0.0) -> str | None:
@@ -227,7 +227,7 @@ class RankWatch:
 
 
 def rising(totals: list[float], *, seen: float | None = None) -> str | None:
-    """Return by how much the last of `totals`, counts of fallbacks, rose; None if it is no more than `seen`, or the one before."""
+    """Return by how much the last of `totals`, counts of fallbacks, rose; None if it is not above `seen` (by default the previous count)."""
     known = [total for total in totals if not math.isnan(total)]
     if seen is not None:
         known = [seen, *known[-1:]]

@@ -52,11 +52,11 @@ class History:
     memory: list[dict[str, Any]] = field(factory=list)
     """The memory fields of every step's event, if there is a GPU."""
     newest: dict[str, Any] = field(factory=dict)
-    """The event that rank 0 wrote last."""
+    """The last event of rank 0."""
     starts: list[Start] = field(factory=list)
     """Every start of rank 0, the first one included."""
     resumed: list[int] = field(factory=list)
-    """The steps after which the run was resumed, without those before which a later resume went back."""
+    """The steps after which the run was resumed, without those that a later resume from an earlier step undid."""
 
     @property
     def mark(self) -> str:
@@ -127,7 +127,7 @@ def figure_of(history: History) -> "Figure":
         for number, draw in enumerate(drawings):
             axis = figure.add_subplot(rows, COLUMNS, number + 1)
             for count, step in enumerate(history.resumed):
-                # named once, in the legend of the loss
+                # only one line has a label, in the legend of the loss
                 name = "resumed" if count == number == 0 else "_"
                 axis.axvline(step, color=INK, lw=0.9, ls="--", alpha=0.6, label=name)
             axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
@@ -203,7 +203,7 @@ def _draw_shares(axis: Any, history: History) -> None:
 
 
 def _draw_entropy(axis: Any, history: History) -> None:
-    # before the limits are fixed, so that it is in the picture if all gates are far below it
+    # drawn before the limits are fixed, so that the line is in the picture even if all gates are far below it
     axis.axhline(0.5, color=INK, lw=0.8, ls=":")
     _draw_fields(
         axis,

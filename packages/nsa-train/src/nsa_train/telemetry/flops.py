@@ -1,9 +1,9 @@
 """Model FLOPs of the attention that runs, for MFU.
 
-They count matrix products, with two FLOPs per multiply-add, and the backward pass as twice the forward. The attention counts
-the pairs of query and key that it defines: with NSA the blocks, chosen tokens and window of each query, not all of its
-past. Recomputation (activation checkpointing, kernels that recompute scores) does not count. The choice of
-blocks, which reuses the compressed branch's weights, the selection loss and its teacher do not count either.
+Only matrix products count, with two FLOPs per multiply-add, and the backward pass counts as twice the forward. For attention, only pairs of query
+and key that it computes count: with NSA the compressed blocks, chosen tokens and window of each query, not its whole past. These do not
+count: recomputation (activation checkpointing, kernels that compute scores again), the choice of blocks, because it reuses the compressed
+branch's weights, the selection loss, and its teacher.
 """
 
 from collections.abc import Iterable, Sequence

@@ -10,7 +10,7 @@ from nsa_core.config import BRANCHES, COLLAPSE_ENTROPY
 SUMMED = frozenset({"reads_pred", "reads_act_total", "rows"})
 """Counts, which are summed over layers; the other figures are averaged, except the extremes."""
 NUMBER_OF = {"gate": "num_gates", "contribution": "num_outputs", "overlap": "num_followers"}
-"""First word of a mean -> the figure with its number of elements; for the others this is `rows`."""
+"""First word of a mean's name -> the figure with the number of its elements; for all other means that figure is `rows`."""
 
 MOST_MAX_GATE, MOST_COLLAPSED = 0.9, 0.5
 BANDS = (
@@ -24,7 +24,7 @@ COLLAPSED_MEAN = 2 * COLLAPSE_ENTROPY
 THROUGHPUT_BAND = 0.1
 """Maximum drop of the throughput of the last steps below the run's median; a higher throughput is no fault."""
 LAST_SHARE = 0.1
-"""Share of the steps, the last ones, whose throughput is compared with that of all steps."""
+"""The throughput of this share of the steps, at the end of the run, is compared with the throughput of all steps."""
 
 
 def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:

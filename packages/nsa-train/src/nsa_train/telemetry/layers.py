@@ -63,7 +63,7 @@ class RunTelemetry(LayerTelemetry):
 
 
 class _EveryChoice(PassNote):
-    """Keeps out fused backends, which may not report what they chose."""
+    """Excludes fused backends, because they may not report the blocks that they chose."""
 
     needs_branches = True
 

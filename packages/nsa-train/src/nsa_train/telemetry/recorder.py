@@ -64,7 +64,7 @@ from nsa_train.telemetry.tensorboard import Board
 
 SAMPLE_TOKENS = 160
 SYNTHETIC_TOKENS = 8
-"""Random ids cannot be read, and a deep model draws each in many small launches."""
+"""Number of tokens of a sample of random ids. It is small: nobody can read them, and a deep model needs many small launches for each token."""
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_SEED = 0
 SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
@@ -156,7 +156,7 @@ class Recorder:
         return marked_range(name, self.device if self.config.train.profile == "nvtx" else None)
 
     def booted(self, **fields: Any) -> None:
-        """Record that the process is up; `fields`: facts about data, seeds and the like."""
+        """Record the start of the process; `fields` are facts about data, seeds and so on."""
         counts = count_parameters(self.config)
         self.heartbeat.beat(
             "boot",
@@ -193,7 +193,7 @@ class Recorder:
         logged step; `data`: figures of the training stream, such as bad records skipped, which go into every event as they are.
         """
         self.step = figures.step
-        # all ranks' rows have the same width, which without packing may differ from train.seq_len
+        # the rows of all ranks have the same length, which may differ from train.seq_len if documents are not packed
         tokens = sum(figures.lengths) * self.world_size or tokens_per_step(self.config)
         step_s = tokens / figures.toks_per_s
         fields = {

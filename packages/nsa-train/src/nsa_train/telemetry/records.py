@@ -82,7 +82,7 @@ class CsvTable:
     """A CSV file that starts with its header; `append` returns when the row is on disk."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, resumed_at: int | None = None) -> None:
-        """Start `path` again, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
+        """Start an empty table at `path`; with `resumed_at`, keep the rows up to that step and delete later ones."""
         self.path, self.columns = path, tuple(columns)
         rows = () if resumed_at is None else scan_rows(path)
         kept = [row for _, row in rows if row is not None and int(row["step"]) <= (resumed_at or 0)]
@@ -96,7 +96,7 @@ class CsvTable:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             if file.tell() == 0:
-                # it was deleted
+                # the file was deleted while the run wrote to it
                 writer.writeheader()
             writer.writerow(_shortened(row))
 

@@ -26,7 +26,7 @@ ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
 RECHECK_S = 1.0
 """Seconds between looks of `--once`, until there is no doubt about the clocks."""
 LONGEST_GAP = 2
-"""Maximum number of intervals that count as watched between two looks; in a longer gap the watcher itself was stopped, maybe with the run."""
+"""Maximum time between two looks that counts as watched, in intervals. In a longer gap the watcher itself was stopped, perhaps with the run."""
 
 
 class Clocks(NamedTuple):
@@ -63,7 +63,7 @@ class Watcher:
     def look(self, now: float) -> list[Finding]:
         """Read new events and return the anomalies after `now` seconds of watching, the most serious first.
 
-        A rank is silent as long as looks find no new event of it: no wall clock decides about a stall.
+        A rank counts as silent as long as looks find no new event of it. Wall clocks do not decide about a stall.
         """
         # before the records are read, so that a process that has ended has written all its events
         gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}

@@ -123,7 +123,7 @@ class LocalFile(NamedTuple):
                 now = os.fstat(file.fileno())
         except OSError as error:
             raise _lost(error) from None
-        # after reading, so that a change before or during it shows
+        # after reading, so that changes before and during the read are found
         self.require_same(now)
         if left > 0:
             raise LostError(f"cannot be read (the file ends {left} bytes early)")
@@ -147,7 +147,7 @@ class FileBlocks:
     num_bytes: int
     """Size of all blocks, as they are stored"""
     is_salvaging: bool = False
-    """True to go on reading those blocks of a changed file whose bytes are known to be the same"""
+    """True: if a file has changed, those of its blocks whose bytes are known to be the same are still read"""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -225,7 +225,7 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
         if not files:
             raise DataError(f"data.path: {pattern!r} matches {len(names)} folders and no file; name files, such as '{pattern}/*'")
         own: dict[object, Path] = {}
-        # keep the name that leads through the fewest folders, of those that the system follows to a file
+        # of the names that lead to a file, keep the one with the fewest folders
         for path, identity in sorted(files.items(), key=lambda item: (not item[0].is_file(), len(item[0].parts))):
             own.setdefault(identity, path)
         for path, identity in files.items():

@@ -15,8 +15,7 @@ from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
-"""A block ends after so many lines, or with the line that reaches so many bytes. For files too large for memory, blocks are
-shuffled."""
+"""Maximum lines of a block, and bytes at which a block ends with the current line. For files too large for memory, blocks are shuffled."""
 _CHUNK = 2**24
 _NEWLINE = 10
 
@@ -39,7 +38,7 @@ class JsonlBlocks(FileBlocks):
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
         self._reading = reading
-        # the state of a file is recorded before its lines are counted, so that every later write shows
+        # the state of a file is recorded before its lines are counted, so that every later write is detected
         self._spans = [span for path in paths for span in _spans_of(LocalFile.found(path))]
         self.size_bytes = self.num_bytes = sum(span.stop - span.start for span in self._spans)
 
