@@ -184,7 +184,7 @@ def free_distances(block_indices: Tensor, own: Tensor, geometry: BlockGeometry) 
 
 
 def first_tile_excess(choice: Choice) -> Tensor:
-    """Return float32 `(S, H)`: by how many nats the largest score of a row over k_cmp exceeds that of its first `FIRST_TILE` keys, at least 0."""
+    """Return float32 `(S, H)`, >= 0: a row's largest score over k_cmp minus its largest score over the first `FIRST_TILE` keys, in nats."""
     q, keys = choice.q.float(), choice.k_cmp.float()
     found = q.new_zeros(q.shape[:2])
     step, num_keys = max(1, SCORES // max(1, q.shape[1] * len(keys))), torch.arange(len(keys), device=q.device)

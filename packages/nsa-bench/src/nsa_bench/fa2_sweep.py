@@ -26,7 +26,7 @@ from nsa_bench.routes import RouteRecorder
 KNEE = 0.9
 """Share of the best rate at which a curve counts as flat."""
 BACKWARD_WORK = 2.5
-"""Products of the backward pass over those of the forward pass."""
+"""Number of matrix products of the backward pass, relative to the forward pass."""
 HEADS = 16
 
 

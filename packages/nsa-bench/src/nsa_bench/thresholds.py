@@ -157,7 +157,7 @@ class Race:
             self._times.setdefault((one.case, one.operation, one.direction), {})[one.implementation] = one.timing.median_ms
 
     def give_up(self, case: Case, operation: str) -> Iterator[str]:
-        """Give up the backends that fell behind at the length of `case`, all of which were timed; yield a line for each."""
+        """Give up the backends that are too slow at the length of `case`, after all were timed there; yield a line for each."""
         for direction in self.plan.directions:
             times = self._times.get((case, operation, direction), {})
             behind = {name: ms / min(times.values()) for name, ms in times.items()}

@@ -31,7 +31,7 @@ class CachedLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return a function that launches `grid` on the current device, which must be that of the first tensor."""
+        """Return a function that launches `grid` on the current device, which must be the first tensor's device."""
         return partial(self._launch, grid)
 
     def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:

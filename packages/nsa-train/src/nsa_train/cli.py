@@ -172,7 +172,7 @@ def _check_directory(run: RunDirectory, step: int | None, *, dry_run: bool) -> N
     if step is not None:
         reason = run.why_not_resumable()
     elif dry_run or is_under_torchrun():
-        # a dry run reports this beside all else; in a launched run rank 0 may have written there
+        # a dry run reports this together with all other findings; in a launched run rank 0 may have written there already
         return
     else:
         reason = claimed_by_another(run.checkpoints) or run.why_not_new()

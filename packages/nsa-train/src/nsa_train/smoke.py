@@ -1,4 +1,4 @@
-"""The smoke rules: check whether the records of a run are those of a sound run. `nsa-bench smoke` prints the verdicts."""
+"""The smoke rules: check the records of a run for signs that something is wrong. `nsa-bench smoke` prints the verdicts."""
 
 import math
 import statistics
@@ -26,7 +26,7 @@ WINDOW_SHARE = 0.1
 STEADY_SHARE = 0.5
 """Share of the run's median throughput that its last tenth must keep; other programs on a machine move it by less."""
 FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
-"""Why steps are skipped in a run whose numbers are sound."""
+"""Causes of skipped steps that do not count as a fault, because the run's numbers are sound."""
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
 """The figures of the last logged step that are checked, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
@@ -36,7 +36,7 @@ MOST_TOKENS = 512
 
 
 Found = tuple[bool | None, str]
-"""Whether a rule holds, None if it does not apply; and a text about it."""
+"""True if a rule holds, None if it does not apply; and a text about it."""
 
 
 @frozen(kw_only=True)

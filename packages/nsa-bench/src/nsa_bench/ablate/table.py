@@ -178,9 +178,9 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
 
 
 def _differing(earlier: dict[str, Any] | None, planned: dict[str, Any]) -> str:
-    """Return a list of the settings of an earlier trial that are not those of the plan, as text; "" if there are none.
+    """Return, as text, the settings of an earlier trial that differ from the plan; "" if there are none.
 
-    An older version wrote no settings, which are then not compared.
+    Files of older versions have no settings; then nothing is compared.
     """
     if earlier is None:
         return ""

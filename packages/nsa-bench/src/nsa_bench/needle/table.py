@@ -130,7 +130,7 @@ def chances(plan: NeedlePlan) -> dict[str, float]:
 
 
 def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
-    """Return a line for each arm and mode: right answers of each length over all depths, and those of its worst depth if they differ."""
+    """Return a line for each arm and mode: right answers for each length over all depths and, if it differs, at the worst depth."""
     grid = plan.grid
     table = Table(title=f"{plan.name}: right answers, per cent; {grid.depths} depths x {grid.samples} samples a length")
     table.add_column("arm")

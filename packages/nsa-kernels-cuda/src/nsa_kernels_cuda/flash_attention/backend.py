@@ -79,7 +79,7 @@ class FirstProviderBackend:
         return (*(evolve(reason, message=f"{name}: {reason.message}") for name, reason in limits), UNMEASURED)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return the priority: 1 above that of the backend of the provider that serves."""
+        """Return the priority: 1 more than the backend `flash_attn[PROVIDER]` of the provider that serves."""
         if request.device_type != "cuda":
             return -59
         serving = self._serving(request)

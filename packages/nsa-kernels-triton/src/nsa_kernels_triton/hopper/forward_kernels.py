@@ -106,7 +106,7 @@ def _load(
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Load rows and keys of the program's tiles; then load those of the tiles that must be computed again."""
+    """Load rows and keys of the program's tiles; then load rows and keys of the tiles that must be computed again."""
     loaded = _load_tiles(
         q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early, gl.to_tensor(0), gl.to_tensor(0),
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
@@ -467,10 +467,10 @@ def forward_kernel(
     OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse as `interval.kernels.forward_kernel` does, or those of SHARED blocks; a program takes every num_programs-th tile.
+    """Write out and lse of attention to an interval, as `interval.kernels.forward_kernel` does, or to SHARED blocks.
 
-    A tile's rows are divided among PARTS consumer warpgroups, which read the same keys. The next tile's rows and keys are loaded while the
-    warpgroups finish a tile.
+    A program takes every num_programs-th tile of rows. A tile's rows are divided among PARTS consumer warpgroups, which read the same keys.
+    The next tile's rows and keys are loaded while the warpgroups finish a tile.
 
     Softmax with running maxima spends a third of its instructions on the maxima and on rescaling. OPTIMISTIC: a row keeps the maximum of its
     first keys. This is right as long as no later score is far above it: the sum of weights must stay below `SAFE_SUM`, and no

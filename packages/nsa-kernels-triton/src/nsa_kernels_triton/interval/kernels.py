@@ -238,7 +238,7 @@ def dq_kernel(
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one tile of rows; the grid is that of the forward pass.
+    """Write dQ of one tile of rows; same grid as the forward kernel.
 
     GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to the values there.
     """

@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
     first_row: int
     last_row: int
     num_pieces: int
-    """Number of pieces with a list: those that some row may see."""
+    """Number of pieces with a list, which are the pieces that some row may see."""
     ends: Tensor
     """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
     entries: Tensor

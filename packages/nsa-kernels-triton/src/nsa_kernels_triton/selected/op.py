@@ -91,7 +91,7 @@ PROGRAMS_WANTED = 512
 
 
 def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
-    """Return how many queries at the start of each sequence use dense attention: those that choose all of their blocks.
+    """Return how many queries at the start of each sequence use dense attention, because they choose all of their blocks.
 
     Each of them sees a window that reaches its sequence's first token. The result is 0 with a cache, because queries may have any position
     there, and if the batch has too few sequences for dense attention to be faster.

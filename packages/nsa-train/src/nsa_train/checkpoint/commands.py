@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether there is a problem, which `content` names."""
+        """True if the checkpoint has a problem, which `content` names."""
         return self.content["problem"] is not None
 
 

@@ -81,7 +81,7 @@ def open_teacher(config: RunConfig, *, with_weights: bool = True, say: Callable[
 
 
 def _misfits(opened: OpenedModel, config: RunConfig) -> Iterator[str]:
-    """Give the reasons for which the model cannot teach that of `config`."""
+    """Yield the reasons why the opened model cannot teach the model of `config`."""
     model, students = config.model, layers_of(config)
     blocks: Any = opened.decoder.blocks
     if not any(_is_taught(layer) for layer in students):

@@ -51,7 +51,7 @@ class LoaderFigures(NamedTuple):
         yield f"first tokens  {self.text!r}"
 
     def content(self) -> dict[str, Any]:
-        """Return the figures as `loader-check --json` prints them, those of the stream among them."""
+        """Return the figures as `loader-check --json` prints them, including the figures of the stream."""
         own = {name: value for name, value in self._asdict().items() if name not in ("text", "stream")}
         return {**own, "first_tokens": self.text, **self.stream}
 

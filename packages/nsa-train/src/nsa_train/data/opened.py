@@ -48,7 +48,7 @@ class OpenedBlocks:
         self._next = dict.fromkeys(map(str, lanes), 0)
 
     def at(self, positions: dict[str, Any]) -> Texts:
-        """Return the hashes at `positions` of the lanes, none of which is before that of an earlier call."""
+        """Return the hashes of blocks that lanes at `positions` have opened. A lane's position must not be before its position of an earlier call."""
         stale = {chunk for number, position in positions.items() for chunk in self._opened(number, position)}
         for part, chunk in stale:
             self._texts[part][chunk] = _text(self._hashes[part][chunk * CHUNK : (chunk + 1) * CHUNK])

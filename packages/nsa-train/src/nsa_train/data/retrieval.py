@@ -60,7 +60,7 @@ class Retrieval:
 
     @property
     def tail(self) -> int:
-        """Number of ids after the haystack: twice those of the queries, so that their slots vary."""
+        """Number of ids after the haystack: twice as many as the queries take, so that the positions of the queries vary."""
         return 2 * self.queries * self.pair_ids
 
     @property

@@ -79,9 +79,10 @@ class EvalOptions:
     samples: int = 20
     """Number of sequences of each cell; also the maximum number of held-out sequences of block-recall."""
     symbols: int | None = None
-    """Ids of each alphabet of passkey and mqar on plain ids; None: those that the run was trained on."""
+    """Ids of each alphabet of passkey and mqar on plain ids. None: as in the run's training data; if these were not plain ids, 64, or a third
+    of the tokenizer's ids if that is less."""
     pairs: int | None = None
-    """Pairs of a sequence of mqar; None: those that the run was trained on, else 8."""
+    """Pairs of a sequence of mqar; None: as many as in the run's training data, or 8 if it was not trained on pairs."""
     seed: int = 1
     """Seed of sequences and shuffled choices; no training row is drawn from it."""
 

@@ -33,7 +33,7 @@ _KEY = "stop"
 
 
 class Stop(IntEnum):
-    """A request to stop; the largest of several requests counts. All values but those of NO and ORPHANED are exit codes."""
+    """A request to stop; the largest of several requests counts. All values except NO and ORPHANED are exit codes."""
 
     NO = 0
     HALT = HaltedError.exit_code

@@ -52,7 +52,7 @@ class Fetched:
 class Feed:
     """Takes micro-batches from a stream, `accumulate` at a time.
 
-    `position` is that of the first micro-batch whose step has not begun, so that an abandoned step is not lost.
+    `position` is the position of the first micro-batch whose step has not begun, so that the data of an abandoned step are not lost.
     """
 
     def __init__(self, stream: TrainingStream, accumulate: int) -> None:

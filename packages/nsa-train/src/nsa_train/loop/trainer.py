@@ -83,7 +83,7 @@ class Trainer:
         is_continued: bool = False,
         initial: InitialWeights | None = None,
     ) -> None:
-        """Draw the weights or read those of `resume`, and open the records in `out_dir`.
+        """Draw the weights, or read the weights of the checkpoint `resume`, and open the records in `out_dir`.
 
         `is_continued`: the directory holds records of an earlier start, even if it left no checkpoint.
         `initial`: the weights of `train.init_from`, which rank 0 has verified.

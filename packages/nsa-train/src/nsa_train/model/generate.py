@@ -70,7 +70,7 @@ def draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: to
 
 
 def _likeliest(shares: Tensor, top_p: float) -> Tensor:
-    """Return `shares` `(B, V)` without those that follow the likeliest ones whose sum is `top_p`."""
+    """Return the probabilities `shares` `(B, V)` with 0 for all except the likeliest ids whose probabilities add up to `top_p`."""
     if top_p >= 1:
         return shares
     ordered, order = shares.sort(-1, descending=True)

@@ -91,7 +91,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
 
 
 def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
-    """Return how many checkpoints exist at the end of a run that finds those of the steps `held`, and resumes from one of them."""
+    """Return how many checkpoints exist at the end of a run. At its start there are checkpoints of the steps `held`; it resumes from one of them."""
     train = config.train
     # with keep_last, checkpoints of an abandoned branch are removed; without it, all stay
     staying = [step for step in held if not train.keep_last or step <= train.steps]

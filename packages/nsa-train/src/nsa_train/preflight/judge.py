@@ -35,9 +35,9 @@ def run_preflight(
 ) -> Preflight:
     """Return the findings about a run of `config` into `out_dir`. Writes nothing, and uses no GPU memory.
 
-    `resuming`: the directory holds the run that is resumed. `machine`: checked instead of this machine. `world_sizes`: the
-    numbers of processes that the run may have on all hosts together; by default those of one host. `opens_data`: False leaves
-    out the rules about the data.
+    `resuming`: the directory holds the run that is resumed. `machine`: checked instead of this machine. `world_sizes`: the possible
+    numbers of processes of the run, on all hosts together; by default the number on one host. `opens_data`: False leaves out the
+    rules about the data.
     """
     findings, where = Preflight(), machine or target_machine(config)
     sizes = world_sizes or [processes_of(config, where)]

@@ -348,7 +348,7 @@ class RunConfig:
             )
 
     def pattern(self, attention: str | None = None) -> tuple[Layer, ...]:
-        """Return the layers that are repeated until there are `model.n_layers`; with `attention`, those of that twin.
+        """Return the layers that are repeated until there are `model.n_layers`; with `attention` ("nsa" or "dense"), the layers of that twin.
 
         Imports no torch.
 

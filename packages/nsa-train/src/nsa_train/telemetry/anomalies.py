@@ -157,7 +157,7 @@ class RankWatch:
         self.seen_fallbacks = self.fallbacks[-1] if self.fallbacks else self.seen_fallbacks
 
     def steadiness(self) -> float | None:
-        """Return the median throughput of the last steps over that of those before; None if there are too few."""
+        """Return the median throughput of the last steps divided by the median of earlier steps; None if there are too few steps."""
         if len(self.recent) < RECENT or len(self.earlier) < RECENT:
             return None
         return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)

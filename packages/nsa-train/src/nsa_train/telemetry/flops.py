@@ -18,7 +18,7 @@ from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import Layer, RunConfig
 
 FORWARD_AND_BACKWARD = 3
-"""FLOPs of a training step over those of a forward pass."""
+"""FLOPs of a training step as a multiple of a forward pass."""
 
 
 @frozen(kw_only=True)

@@ -28,7 +28,7 @@ LAST_SHARE = 0.1
 
 
 def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of several passes of a layer as those of one over all their elements."""
+    """Return the figures that one pass over the elements of all `passes` of a layer would have."""
     return {name: _merged(name, passes) for name in (passes[0] if passes else ()) if name not in NUMBER_OF.values()}
 
 

@@ -171,7 +171,7 @@ class Recorder:
         )
 
     def consumed_first(self, step: int, tokens: Sequence[int]) -> None:
-        """Record the first tokens of the data, after those of the first `step` of this process were fetched."""
+        """Record the first tokens of the data, once the data of `step`, the first step of this process, were fetched."""
         self.heartbeat.beat("data", step, data_first_tokens=list(tokens))
 
     def began(self, what: str, step: int) -> None:

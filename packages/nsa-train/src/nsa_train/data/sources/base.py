@@ -31,7 +31,7 @@ class Bad(NamedTuple):
     is_passing: bool = False
     """True for a transient failure: a retry may succeed"""
     is_loss: bool = False
-    """True if a file lost the record during the run: it counts once, in the epoch in which it is first met"""
+    """True if the record was lost because its file changed, or could no longer be read, during the run. It counts once, when the loss is found"""
     is_end: bool = False
     """True if the rest of the block is lost with it: each reader of a shared block reaches the end at its own record"""
     advice: str = "fix or remove it"
@@ -123,7 +123,7 @@ def documents_of(records: Iterable[Record], policy: str, note: Callable[[Bad], o
     """Yield the documents among `records`, and pass the bad records to `note`.
 
     Raises:
-        DataError: at a bad record, if `policy`, that of `data.on_bad_record`, is "fail".
+        DataError: at a bad record, if `policy` (the value of `data.on_bad_record`) is "fail".
     """
     for record in records:
         if isinstance(record, Document):
