@@ -97,7 +97,7 @@ class Sequences(NamedTuple):
         return self.num_sequences.bit_length() + 1
 
     def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool, limit: int | None = None) -> "Tiling":
-        """Return tiles of `block` rows. Each query or key has `per_unit` rows; a sequence (packed: the batch) has at most `length` of them.
+        """Return tiles of `block` rows for sequences of at most `length` queries or keys (packed: in total), with `per_unit` rows for each.
 
         With `limit`, the tiles cover only the first `limit` queries or keys of each sequence.
         """

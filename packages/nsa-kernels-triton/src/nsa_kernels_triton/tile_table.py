@@ -109,7 +109,7 @@ def padded(head_dim: int) -> int:
 
 
 def shared_memory_estimate(kind: str, tile: Tiles, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> int:
-    """Return the bytes of shared memory of a kernel of `kind`: tiles that stay, tiles that its loop loads, and exchanges between threads."""
+    """Return the bytes of shared memory of a kernel of `kind`: resident tiles, tiles that its loop loads, and exchanges between threads."""
     width_qk, width_v = padded(head_dim_qk), padded(head_dim_v)
     both = width_qk + width_v
     rows, keys = tile.block_rows, tile.block_keys

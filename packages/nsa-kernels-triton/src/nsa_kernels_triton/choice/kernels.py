@@ -220,7 +220,7 @@ def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
 @triton.jit
 def blocks_at(slots, words, ends, own, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr):
     """Return the blocks at `slots` of the ascending choice of a row: initial blocks, those of `chosen_words`, and local blocks up to `own`."""
-    # chosen block k (from 0) is in the first word whose end is above k. There it is set bit k - before, if `before` bits are set in earlier words
+    # chosen block k (from 0) is in the first word whose end is above k. If earlier words have b set bits, it is set bit number k - b of that word
     WORDS: tl.constexpr = words.shape[0]
     rank = slots - NUM_INITIAL
     is_passed = ends[None, :] <= rank[:, None]

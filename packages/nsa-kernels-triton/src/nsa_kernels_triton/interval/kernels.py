@@ -1,7 +1,7 @@
 """Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
 
-A row is one (query, head of the group), with number query * HG + head. So the rows of a tile share their group's keys for any HG. A tile reads
-the keys from its first query's first to its last query's last; the tiles of keys at both ends are masked, those between are not.
+A row is one (query, head of the group), with number query * HG + head. So the rows of a tile share their group's keys for any HG. A tile of rows
+reads from the first key of its first query to the last key of its last query. Only the tiles of keys at the two ends are masked.
 """
 
 import triton
