@@ -11,14 +11,20 @@ from torch.autograd import forward_ad
 
 from nsa_core import (
     BlockGeometry,
+    BranchRequest,
     InputError,
+    NativeSparseAttention,
+    NSAConfig,
     NSAError,
+    attend,
     compressed_attention,
+    explain_routing,
     nsa_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core.backends.base import Keys, Queries
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 B, S, H, G, D_K, D_V, C = 2, 9, 4, 2, 6, 5, 3
@@ -685,3 +691,27 @@ def test_a_backend_of_none_for_an_operation_is_refused(operation):
     assert refusal(operation, options={"backend": {"win": None}}) == (
         "backend names None for 'win' (the rule: the name of a backend, or 'auto'); use 'auto'"
     )
+
+
+@OPERATIONS
+def test_a_registry_that_is_none_is_refused(operation):
+    message = refusal(operation, options={"registry": 5})
+    assert message == "registry=5 is a int (the rule: a BackendRegistry, or None for the installed backends); use None"
+
+
+def test_a_registry_that_is_none_is_refused_by_the_layer_and_by_an_explanation():
+    config = NSAConfig(hidden_size=12, num_heads=H, num_kv_heads=G, head_dim_qk=D_K, head_dim_v=D_V, geometry=SMALL)
+    with pytest.raises(InputError, match="registry='sdpa' is a str "):
+        NativeSparseAttention(config, registry="sdpa")
+    with pytest.raises(InputError, match="registry='sdpa' is a str "):
+        explain_routing(BranchRequest(operation="win"), registry="sdpa")
+
+
+@pytest.mark.parametrize("observers", [5, (5,), None])
+def test_observers_that_are_none_are_refused(observers):
+    message = f"observers={observers!r} "
+    assert refusal(nsa_attention, options={"observers": observers}).startswith(message)
+    q, _, _, _, _, k_win, v_win, gates = valid(nsa_attention)
+    with pytest.raises(InputError) as caught:
+        attend(Queries(q, S), None, None, Keys(k_win, v_win, S), gates, geometry=SMALL, observers=observers)
+    assert str(caught.value).startswith(message)

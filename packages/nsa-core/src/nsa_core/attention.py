@@ -136,8 +136,8 @@ def nsa_attention(
         # without the compressed branch, k_cmp still chooses blocks
         if (k is None) != (v is None) and (ending, v) != ("_cmp", None):
             raise InputError(f"one of k{ending} and v{ending} is None (a branch has both or neither); give both")
-    queries, keys, call = _begin(q, pairs, geometry, keywords)
-    return _gated_attention(queries, keys, gates, ("cmp",) if v_cmp is None else (), call._replace(observers=observers))
+    queries, keys, call = _begin(q, pairs, geometry, keywords, observers)
+    return _gated_attention(queries, keys, gates, ("cmp",) if v_cmp is None else (), call)
 
 
 def attend(
@@ -202,7 +202,9 @@ def _begin_branch(
     return queries, keys[ending], call._replace(returns_lse=True)
 
 
-def _begin(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: CallKeywords) -> tuple[Queries, BranchKeys, Call]:
+def _begin(
+    q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: CallKeywords, observers: tuple[AttentionObserver, ...] = ()
+) -> tuple[Queries, BranchKeys, Call]:
     """Return the checked operands and the call of a public operation."""
     if unknown := [name for name in keywords if name not in KEYWORDS]:
         raise TypeError(f"{min(unknown)}= is no keyword of the operation; use one of geometry, {', '.join(KEYWORDS)}")
@@ -212,7 +214,8 @@ def _begin(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: CallKeywo
     queries = queries_of(q, keywords.get("cu_seqlens"), max_seqlen, keywords.get("query_start"), keywords.get("query_count"), page_table)
     queries, keys = _autocast(queries, keys_of(queries, pairs, geometry, max_seqlen, page_table))
     check_keys(queries, keys, geometry)
-    return queries, keys, make_call(q, geometry, keywords.get("scale"), keywords.get("backend", AUTO), keywords.get("registry"))
+    backend, registry = keywords.get("backend", AUTO), keywords.get("registry")
+    return queries, keys, make_call(q, geometry, keywords.get("scale"), backend, registry, observers)
 
 
 def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:

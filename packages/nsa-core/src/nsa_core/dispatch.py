@@ -1,7 +1,7 @@
 """From operands to a backend. Routing uses constants only, so that it also works while a graph is traced."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +45,10 @@ def make_call(
     """Return the call, with its defaults filled in.
 
     Raises:
-        InputError: if `backend` names an unknown operation or anything but a name for one, or `scale` is no number.
+        InputError: if `backend` names an unknown operation or anything but a name for one, `scale` is no number, or `registry` or an
+            observer is none.
     """
-    registry = default_registry() if registry is None else registry
+    registry = registry_of(registry)
     if not isinstance(backend, str | Mapping):
         raise InputError(f"backend={backend!r} is a {type(backend).__name__} (the rule: a name, or names by operation); use 'auto'")
     for operation, name in () if isinstance(backend, str) else backend.items():
@@ -59,7 +60,24 @@ def make_call(
         if operation in ("append", "choose", "rotate") and name != AUTO:
             registry.named(operation, name)
     checks.check_scale(scale)
+    _check_observers(observers)
     return Call(geometry, float(q.shape[-1]) ** -0.5 if scale is None else scale, backend, registry, observers)
+
+
+def registry_of(registry: object) -> BackendRegistry:
+    """Return `registry`, or that of the installed packages for None; raise InputError for anything else."""
+    if registry is None:
+        return default_registry()
+    if not isinstance(registry, BackendRegistry):
+        raise InputError(
+            f"registry={registry!r} is a {type(registry).__name__} (the rule: a BackendRegistry, or None for the installed backends); use None"
+        )
+    return registry
+
+
+def _check_observers(observers: object) -> None:
+    if not isinstance(observers, Collection) or not all(isinstance(observer, AttentionObserver) for observer in observers):
+        raise InputError(f"observers={observers!r} are no observers (the rule: a tuple of AttentionObserver); use ()")
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
@@ -206,5 +224,8 @@ def explain_routing(request: BranchRequest, backend: str = AUTO, registry: Backe
     """Return which backend would serve `request` and every reason against the others; str() of it is readable.
 
     The request may describe another machine.
+
+    Raises:
+        InputError: for a registry that is none.
     """
-    return (default_registry() if registry is None else registry).explain(request, backend)
+    return registry_of(registry).explain(request, backend)

@@ -13,7 +13,7 @@ from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import BRANCHES, NSAConfig
-from nsa_core.dispatch import Call, make_call
+from nsa_core.dispatch import Call, make_call, registry_of
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, CacheOptions, NSACache, Step, streams
@@ -71,10 +71,14 @@ class NativeSparseAttention(nn.Module):
     """
 
     def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
-        """Build the layer that `config` describes; `registry` has its backends, None: those of the installed packages."""
+        """Build the layer that `config` describes; `registry` has its backends, None: those of the installed packages.
+
+        Raises:
+            InputError: for a registry that is none.
+        """
         super().__init__()
         self.config = config
-        self.registry = registry
+        self.registry = None if registry is None else registry_of(registry)
         self.telemetry: LayerTelemetry | None = None
         """Attach a `LayerTelemetry` to record every forward pass; None records nothing."""
         self.selection_loss: SelectionLoss | None = None
