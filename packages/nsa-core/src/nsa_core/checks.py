@@ -113,8 +113,8 @@ def check_scale(scale: Any) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise InputError unless `dtype`, of the stores of a cache, is a floating one or None."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+    """Raise InputError unless `dtype`, of the stores of a cache, is a floating one."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise InputError(
             f"dtype={dtype!r} is no dtype of keys and values (the rule: a floating torch.dtype, of 8 bits only as kv_dtype); use torch.float32"
         )

@@ -152,7 +152,6 @@ class NativeSparseAttention(nn.Module):
         Raises:
             InputError: for sizes, options or a dtype that no cache has.
         """
-        checks.check_dtype(dtype)
         weight = self.q_proj.weight
         # autocast leaves float64 as it is
         if (

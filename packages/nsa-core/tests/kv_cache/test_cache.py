@@ -1011,3 +1011,13 @@ def test_pages_without_a_size_are_refused(random_layer):
 def test_a_dtype_that_no_keys_are_computed_in_is_refused(random_layer, dtype):
     with pytest.raises(InputError, match=f"^dtype={dtype!r} is no dtype of keys and values .* use torch.float32$"):
         random_layer(CONFIG).new_cache(2, 64, dtype=dtype)
+    with pytest.raises(InputError, match=f"^dtype={dtype!r} is no dtype of keys and values .* use torch.float32$"):
+        NSACache(CONFIG, 2, 64, dtype=dtype)
+
+
+def test_a_cache_needs_options_and_kv_heads():
+    with pytest.raises(InputError, match="^options=True is a bool .the rule: CacheOptions.; use CacheOptions"):
+        NSACache(CONFIG, 2, 64, True)
+    for heads in (0, 1.5, "2"):
+        with pytest.raises(InputError, match=f"^num_kv_heads={heads!r} .an integer of at least 1.; use 2$"):
+            NSACache(CONFIG, 2, 64, num_kv_heads=heads)

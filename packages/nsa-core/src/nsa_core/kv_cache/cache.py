@@ -65,13 +65,19 @@ class NSACache:
 
         Raises:
             InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
-                a page that does not hold whole selection blocks, an unknown kv_dtype, or step_graphs of a cache that is not static or not on a GPU.
+                a page that does not hold whole selection blocks, a dtype that no keys are computed in, an unknown kv_dtype, or step_graphs of a
+                cache that is not static or not on a GPU.
         """
+        if not isinstance(options, CacheOptions):
+            raise InputError(f"options={options!r} is a {type(options).__name__} (the rule: CacheOptions); use CacheOptions(static=True)")
         options.check(batch_size, max_seqlen, device)
+        checks.check_dtype(dtype)
         self.config = config
         self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
         self.max_rollback = UNLIMITED if options.keep_raw else options.max_rollback
         heads = config.num_kv_heads if num_kv_heads is None else num_kv_heads
+        if not checks.is_size(heads, 1):
+            raise InputError(f"num_kv_heads={heads!r} (an integer of at least 1); use {config.num_kv_heads}")
         capacity = self.max_seqlen if options.is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
         # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
