@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import NSAConfig
+from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_core.dense_attention import DenseAttention, fast_causal_attention
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.reference.causal import causal_attention
@@ -272,6 +272,18 @@ def test_rows_beyond_the_count_give_0(has_cache: bool, num_rows: int) -> None:
     torch.testing.assert_close(out[1:, :1], layer(x[1:, :1]))
     if cache is not None:
         assert not layer(x, cache=cache, query_count=_counts(1, 0))[1].any()
+
+
+def test_a_cache_that_does_not_fit_is_refused_and_unchanged() -> None:
+    layer, x = _layer(), torch.randn(2, 3, 24, dtype=torch.float64)
+    for wrong in (5, NativeSparseAttention(CONFIG).new_cache(2)):
+        with pytest.raises(InputError, match=f"^cache is a {type(wrong).__name__} .the rule: a DenseCache.; build it with"):
+            layer(x, cache=wrong)
+    for sequences in (1, 3):
+        cache = layer.new_cache(sequences)
+        with pytest.raises(InputError, match=f"^the cache holds {sequences} sequences, x has 2; build it with new_cache"):
+            layer(x, cache=cache)
+        assert (cache.lengths.tolist(), cache.bound) == ([0] * sequences, 0)
 
 
 def test_sequences_longer_than_their_bound_are_refused() -> None:

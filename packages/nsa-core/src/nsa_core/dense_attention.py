@@ -173,9 +173,16 @@ class DenseAttention(nn.Module):
         and are not cached.
 
         Raises:
-            InputError: for cu_seqlens, max_seqlen or a query_count that do not fit x or each other.
+            InputError: for cu_seqlens, max_seqlen, a cache or a query_count that do not fit x or each other.
             CacheOverflowError: if the cache is too small.
         """
+        checks.check_rank("x", x, 3, "(B, S, hidden)")
+        if cache is not None and not isinstance(cache, DenseCache):
+            raise InputError(f"cache is a {type(cache).__name__} (the rule: a DenseCache); build it with this layer's new_cache")
+        if cache is not None and cache.batch_size != x.shape[0]:
+            raise InputError(
+                f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
+            )
         if cu_seqlens is not None and cache is not None:
             raise InputError("cu_seqlens came with a cache (a packed batch holds whole sequences); drop one")
         if query_count is not None:
