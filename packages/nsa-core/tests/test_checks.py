@@ -17,6 +17,7 @@ from nsa_core import (
     NSAConfig,
     NSAError,
     attend,
+    compress_mean,
     compressed_attention,
     explain_routing,
     nsa_attention,
@@ -314,6 +315,16 @@ def test_an_lse_of_another_shape_is_refused(shape):
 
 def test_an_lse_that_is_not_floating_is_refused():
     assert refusal(select_blocks, lse=torch.zeros(B, S, H, dtype=torch.int64)).startswith("lse is torch.int64 ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits_are_no_operands_of_arithmetic(dtype):
+    lse, k = tensors()["lse"].to(dtype), tensors()["k"].to(dtype)
+    assert refusal(select_blocks, lse=lse) == f"lse is {dtype} (arithmetic needs at least 16 bits); use lse.to(torch.float32)"
+    # with and without a whole block
+    for rows in (S, 1):
+        with pytest.raises(InputError, match=rf"^k is {dtype} .arithmetic needs at least 16 bits.; use k.to.torch.float32.$"):
+            compress_mean(k[:, :rows], SMALL)
 
 
 @OPERATIONS

@@ -81,6 +81,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
     # no values are read
     queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, k_cmp, geometry, keywords)
     checks.check_tensor("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
+    checks.check_wide("lse", lse)
     result: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
     return result
 
@@ -391,10 +392,10 @@ def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | No
     Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
 
     Raises:
-        InputError: for a k of another rank or no float dtype, or cu_seqlens that do not bound its rows.
+        InputError: for a k of another rank, no float dtype or 8 bits, or cu_seqlens that do not bound its rows.
     """
     checks.check_rank("k", k, 4, "(B, S, G, D)")
-    checks.check_floating("k", k)
+    checks.check_wide("k", k)
     checks.check_geometry(geometry)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, k)

@@ -27,6 +27,13 @@ def check_floating(name: str, x: Tensor) -> None:
         raise InputError(f"{name} is {x.dtype} (attention takes floating tensors); use float32, bfloat16, float16 or float64")
 
 
+def check_wide(name: str, x: Tensor) -> None:
+    """Raise InputError unless `x` is a floating tensor that torch computes with, which it does not in 8 bits."""
+    check_floating(name, x)
+    if x.dtype.itemsize < 2:
+        raise InputError(f"{name} is {x.dtype} (arithmetic needs at least 16 bits); use {name}.to(torch.float32)")
+
+
 def check_rank(name: str, x: object, rank: int, layout: str) -> None:
     """Raise InputError unless `x` is a tensor of `rank` dimensions."""
     if not isinstance(x, Tensor):
