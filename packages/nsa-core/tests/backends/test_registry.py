@@ -14,6 +14,7 @@ from nsa_core import (
     BranchRequest,
     Capability,
     DuplicateBackendError,
+    InputError,
     NativeSparseAttention,
     NSAConfig,
     NSAError,
@@ -502,6 +503,24 @@ def test_remembering_that_auto_finds_no_fused_operation_hides_no_error():
     nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
     with pytest.raises(BackendUnavailableError, match="no backend serves this request"):
         registry.resolve(fused.last_request)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (CountingBackend, r"CountingBackend.* is a class .a backend is an object.; use CountingBackend\(\)"),
+        (5, "5 is no BranchBackend .name, operation, capability, reasons_against, preference, __call__."),
+        (CountingBackend(name=7), "has the name 7 .the rule: a string"),
+        (CountingBackend(operation="attention"), "implements operation 'attention' .the rule: one of cmp, "),
+    ],
+)
+def test_only_backends_are_registered(backend, message):
+    registry = BackendRegistry()
+    with pytest.raises(InputError, match=message):
+        registry.register(backend)
+    with pytest.raises(InputError, match=message):
+        BackendRegistry((backend,))
+    assert registry.backends == []
 
 
 def test_a_decision_reads_as_choice_and_reasons():

@@ -41,8 +41,11 @@ BROKEN = {
         "returned None (the rule: a sequence of backends); return [] for none",
     ),
     "hook returning one backend": (GOOD.replace("[Mine()]", "Mine()"), "TypeError: 'Mine' object is not iterable"),
-    "a wrong object": (GOOD.replace("[Mine()]", "[Mine(), 'mine']"), "TypeError: 'mine' is no BranchBackend"),
-    "a class": (GOOD.replace("[Mine()]", "[Mine]"), "is a class (the hook returns objects); return Mine()"),
+    "a wrong object": (GOOD.replace("[Mine()]", "[Mine(), 'mine']"), "InputError: 'mine' is no BranchBackend"),
+    "a class": (
+        GOOD.replace("[Mine()]", "[Mine]"),
+        "InputError: <class 'third_party_0.Mine'> is a class (a backend is an object); use Mine()",
+    ),
     "an unknown operation": (
         GOOD.replace("Operation.WIN", "'window'"),
         "operation 'window' (the rule: one of cmp, select, slc, win, nsa, append, choose, rotate)",

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from nsa_core.backends.base import BranchBackend, BranchRequest, NotingBackend, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
-from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
+from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError
 from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
@@ -67,6 +67,23 @@ class RoutingDecision:
         return "\n".join(lines)
 
 
+def check_is_backend(backend: Any) -> None:
+    """Raise InputError unless routing can ask `backend`."""
+    if isinstance(backend, type):
+        raise InputError(f"{backend!r} is a class (a backend is an object); use {backend.__name__}()")
+    if not isinstance(backend, BranchBackend):
+        raise InputError(
+            f"{backend!r} is no BranchBackend (name, operation, capability, reasons_against, preference, __call__); add what it lacks"
+        )
+    if backend.operation not in tuple(Operation):
+        raise InputError(
+            f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)}); use one of them"
+        )
+    name: object = backend.name
+    if not isinstance(name, str) or name in ("", AUTO):
+        raise InputError(f"{backend!r} has the name {name!r} (the rule: a string that is not empty and not 'auto'); rename it")
+
+
 class BackendRegistry:
     """Backends by operation and name. Routing is cached per request."""
 
@@ -75,6 +92,7 @@ class BackendRegistry:
 
         Raises:
             DuplicateBackendError: if two have one name for one operation.
+            InputError: for one that `register` refuses.
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
@@ -90,9 +108,11 @@ class BackendRegistry:
 
         Raises:
             DuplicateBackendError: if its name is taken for its operation, or is "auto".
+            InputError: for anything but an object with the parts of a `BranchBackend`.
         """
-        if backend.name == AUTO:
+        if getattr(backend, "name", None) == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
+        check_is_backend(backend)
         if self.has(backend.operation, backend.name):
             known = self.named(backend.operation, backend.name)
             raise DuplicateBackendError(

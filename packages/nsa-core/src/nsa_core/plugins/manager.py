@@ -8,8 +8,8 @@ from typing import Any
 import pluggy
 from attrs import define, field, frozen
 
-from nsa_core.backends.base import BranchBackend, Operation
-from nsa_core.backends.registry import AUTO, BackendRegistry
+from nsa_core.backends.base import BranchBackend
+from nsa_core.backends.registry import BackendRegistry, check_is_backend
 from nsa_core.errors import DuplicateBackendError
 from nsa_core.plugins import builtin, hookspecs
 from nsa_core.tracing import constant_when_traced
@@ -89,21 +89,8 @@ def _ask(plugin: ModuleType | Any, name: str, origin: str) -> LoadedPlugin:
         raise TypeError(f"nsa_branch_backends of {plugin!r} returned None (the rule: a sequence of backends); return [] for none")
     backends = tuple(backend for offer in offers for backend in offer)
     for backend in backends:
-        _check_backend(backend)
+        check_is_backend(backend)
     return LoadedPlugin(name=name, origin=origin, backends=backends)
-
-
-def _check_backend(backend: Any) -> None:
-    """Raise TypeError or ValueError unless routing can ask `backend`."""
-    if isinstance(backend, type):
-        raise TypeError(f"{backend!r} is a class (the hook returns objects); return {backend.__name__}()")
-    if not isinstance(backend, BranchBackend):
-        raise TypeError(f"{backend!r} is no BranchBackend (name, operation, capability, reasons_against, preference, __call__)")
-    if backend.operation not in tuple(Operation):
-        raise ValueError(f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)})")
-    name: object = backend.name
-    if not isinstance(name, str) or name in ("", AUTO):
-        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a string that is not empty and not 'auto'); rename it")
 
 
 def _origin(entry_point: EntryPoint) -> str:
