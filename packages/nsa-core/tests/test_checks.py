@@ -14,6 +14,7 @@ from nsa_core import (
     BranchRequest,
     InputError,
     NativeSparseAttention,
+    NSACache,
     NSAConfig,
     NSAError,
     attend,
@@ -26,6 +27,7 @@ from nsa_core import (
     sliding_window_attention,
 )
 from nsa_core.backends.base import Keys, Queries
+from nsa_core.dense_attention import DenseAttention
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 B, S, H, G, D_K, D_V, C = 2, 9, 4, 2, 6, 5, 3
@@ -716,6 +718,15 @@ def test_a_registry_that_is_none_is_refused_by_the_layer_and_by_an_explanation()
         NativeSparseAttention(config, registry="sdpa")
     with pytest.raises(InputError, match="registry='sdpa' is a str "):
         explain_routing(BranchRequest(operation="win"), registry="sdpa")
+
+
+@pytest.mark.parametrize("build", [NativeSparseAttention, DenseAttention, lambda config: NSACache(config, 2)])
+@pytest.mark.parametrize("config", [{"hidden_size": 12}, SMALL, None], ids=repr)
+def test_a_config_that_is_none_is_refused(build, config):
+    with pytest.raises(InputError) as caught:
+        build(config)
+    kind = type(config).__name__
+    assert str(caught.value) == f"config={config!r} is a {kind} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)"
 
 
 @pytest.mark.parametrize("observers", [5, (5,), None])

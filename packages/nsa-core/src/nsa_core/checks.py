@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from nsa_core.config import BRANCHES, BlockGeometry
+from nsa_core.config import BRANCHES, BlockGeometry, NSAConfig
 from nsa_core.errors import InputError
 
 
@@ -110,6 +110,14 @@ def check_geometry(geometry: object) -> None:
     """Raise InputError unless `geometry` is one."""
     if not isinstance(geometry, BlockGeometry):
         raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
+
+
+def check_config(config: object) -> None:
+    """Raise InputError unless `config` is one of a layer."""
+    if not isinstance(config, NSAConfig):
+        raise InputError(
+            f"config={config!r} is a {type(config).__name__} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)"
+        )
 
 
 def check_scale(scale: Any) -> None:

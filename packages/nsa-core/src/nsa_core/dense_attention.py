@@ -146,6 +146,7 @@ class DenseAttention(nn.Module):
     """Full causal GQA with RoPE. It reads only the sizes, RoPE, qk_norm and qkv_bias of `config`."""
 
     def __init__(self, config: NSAConfig) -> None:
+        checks.check_config(config)
         super().__init__()
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.dim_qk, self.dim_v = config.head_dim_qk, config.head_dim_v

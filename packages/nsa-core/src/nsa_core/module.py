@@ -74,8 +74,9 @@ class NativeSparseAttention(nn.Module):
         """Build the layer that `config` describes; `registry` has its backends, None: those of the installed packages.
 
         Raises:
-            InputError: for a registry that is none.
+            InputError: for a config or registry that is none.
         """
+        checks.check_config(config)
         super().__init__()
         self.config = config
         self.registry = None if registry is None else registry_of(registry)

@@ -68,6 +68,7 @@ class NSACache:
                 a page that does not hold whole selection blocks, a dtype that no keys are computed in, an unknown kv_dtype, or step_graphs of a
                 cache that is not static or not on a GPU.
         """
+        checks.check_config(config)
         if not isinstance(options, CacheOptions):
             raise InputError(f"options={options!r} is a {type(options).__name__} (the rule: CacheOptions); use CacheOptions(static=True)")
         options.check(batch_size, max_seqlen, device)
