@@ -286,6 +286,33 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged() -> None:
         assert (cache.lengths.tolist(), cache.bound) == ([0] * sequences, 0)
 
 
+@pytest.mark.parametrize("sizes", [(-1, 4), ("2", 4), (2, 0), (2, "4"), (2, 1.5)])
+def test_sizes_that_no_cache_has_are_refused(sizes: tuple[Any, Any]) -> None:
+    with pytest.raises(InputError, match=f"^batch_size={sizes[0]}, max_seqlen={sizes[1]} .integers of at least 0 and 1.; use 1 and 4096$"):
+        _layer().new_cache(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([0, 1], "^indices is a list "),
+        (torch.tensor([[0, 1]]), "^indices has shape"),
+        (torch.tensor([0.0, 1.0]), "^indices are torch.float32 "),
+        (torch.tensor([0, 2]), "^indices name sequence 2 .the cache holds 2.; use 0 .. 1$"),
+        (torch.tensor([-1, 0]), "^indices name sequence -1 "),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_indices_that_name_no_sequences_are_refused(static: bool, indices: Any, message: str) -> None:
+    layer, x = _layer(), torch.randn(2, 3, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 8, static=static)
+    layer(x, cache=cache)
+    with pytest.raises(InputError, match=message):
+        cache.reorder(indices)
+    assert (cache.lengths.tolist(), cache.batch_size) == ([3, 3], 2)
+
+
 def test_sequences_longer_than_their_bound_are_refused() -> None:
     layer, x = _layer(), torch.randn(1, 20, 24, dtype=torch.float64)
     with pytest.raises(InputError, match="max_seqlen=8 is below the longest sequence, 12 "):

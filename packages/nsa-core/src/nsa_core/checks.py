@@ -77,6 +77,17 @@ def check_count(query_count: Tensor, num_sequences: int, num_rows: int) -> None:
         raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_rows} (the rows that x has); clip it")
 
 
+def check_indices(indices: Tensor, num_sequences: int) -> None:
+    """Raise InputError unless `indices` `(B',)` name sequences of a cache of `num_sequences`; their values are read on a CPU only."""
+    check_rank("indices", indices, 1, "(B',)")
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"indices are {indices.dtype} (they name sequences); use indices.to(torch.int64)")
+    if can_read(indices):
+        outside = indices[(indices < 0) | (indices >= num_sequences)]
+        if outside.numel():
+            raise InputError(f"indices name sequence {int(outside[0])} (the cache holds {num_sequences}); use 0 .. {num_sequences - 1}")
+
+
 def longest_of(cu_seqlens: Tensor, otherwise: int) -> int:
     """Return the rows of the longest sequence, or `otherwise` where they may not be read."""
     return int(cu_seqlens.diff().max()) if can_read(cu_seqlens) and cu_seqlens.shape[0] > 1 else otherwise

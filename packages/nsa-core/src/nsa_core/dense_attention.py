@@ -115,7 +115,13 @@ class DenseCache:
     # a tensor made in inference mode takes no write outside of it
     @torch.inference_mode(False)
     def reorder(self, indices: Tensor) -> None:
-        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place."""
+        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place.
+
+        Raises:
+            InputError: for indices that are no vector of int32 or int64, leave 0 .. batch_size - 1 (checked on a CPU), or B' other than B of a
+                static cache.
+        """
+        checks.check_indices(indices, self.batch_size)
         if self.is_static and len(indices) != self.batch_size:
             raise InputError(f"indices name {len(indices)} sequences (a static cache keeps its {self.batch_size}); give {self.batch_size}")
         for name in ("keys", "values", "lengths", "overflowed"):
@@ -230,8 +236,10 @@ class DenseAttention(nn.Module):
         Other options of `NativeSparseAttention.new_cache` are ignored. `device` None: the weights'.
 
         Raises:
-            InputError: for a static cache without a bound.
+            InputError: for sizes that are no integers or too small, and for a static cache without a bound.
         """
+        if not checks.is_size(batch_size, 0) or not (max_seqlen is None or checks.is_size(max_seqlen, 1)):
+            raise InputError(f"batch_size={batch_size}, max_seqlen={max_seqlen} (integers of at least 0 and 1); use 1 and 4096")
         if static and max_seqlen is None:
             raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
         rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)

@@ -393,15 +393,7 @@ class NSACache:
 
     def _checked(self, indices: Tensor) -> Tensor:
         """Return `indices` on the cache's device."""
-        checks.check_rank("indices", indices, 1, "(B',)")
-        if indices.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"indices are {indices.dtype} (they name sequences); use indices.to(torch.int64)")
-        if checks.can_read(indices):
-            outside = indices[(indices < 0) | (indices >= self.batch_size)]
-            if outside.numel():
-                raise InputError(
-                    f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
-                )
+        checks.check_indices(indices, self.batch_size)
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
 
 
