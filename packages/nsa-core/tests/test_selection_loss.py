@@ -1,5 +1,6 @@
 """The auxiliary loss of the choice against loops over the oracle's importance and over dense attention."""
 
+import copy
 import math
 
 import pytest
@@ -259,6 +260,19 @@ def test_the_queries_and_keys_of_dense_attention_are_those_that_it_attends_with(
         q, k = layer.queries_keys(x, cu_seqlens=options.get("cu_seqlens"))
         out = sliding_window_attention(q, k, v, geometry=BlockGeometry(window_size=30), **options).out
         assert torch.allclose(layer(x, **options), layer.o_proj(out.flatten(-2)), atol=1e-6)
+
+
+def test_a_layer_is_copied_between_its_training_pass_and_the_backward_pass():
+    layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY))
+    layer.selection_loss = SelectionLoss(num_samples=8)
+    layer(torch.randn(1, 70, 32))
+    copied = copy.deepcopy(layer).selection_loss
+    assert copied.num_samples == 8
+    assert torch.equal(copied.value, layer.selection_loss.value)
+    # the copy holds the number, the layer still the graph
+    assert not copied.value.requires_grad
+    layer.selection_loss.value.backward()
+    assert layer.q_proj.weight.grad.any()
 
 
 def test_rows_that_do_not_count_teach_nothing():

@@ -46,7 +46,11 @@ class SelectionLoss:
         self.target: Tensor | None = None
         """Target of the next pass: `block_mass` of `rows`, for example of a teacher; None: the layer computes its own. Set it before each pass."""
         self.value: Tensor | None = None
-        """The loss of the last pass, with its gradient."""
+        """The loss of the last pass, with its gradient; a copy of this object holds it without."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy: torch copies no tensor that is part of a graph."""
+        return self.__dict__ | {"value": None if self.value is None else self.value.detach()}
 
     def rows(self, num_rows: int, device: torch.device) -> Tensor:
         """Return int64 `(num_samples,)`: the sampled queries of a pass over `num_rows` rows; empty for 0 rows."""
