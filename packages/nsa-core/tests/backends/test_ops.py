@@ -101,3 +101,52 @@ def test_a_name_without_a_namespace_is_refused(name):
 def test_an_operation_that_cannot_be_declared_is_refused():
     with pytest.raises(InputError, match="^operation='append' cannot be declared .*'cmp', 'select', 'slc', 'win', 'nsa'.*; use declare_op"):
         attention_op("nsa_core_tests::append", lambda: None, operation=Operation.APPEND)
+
+
+WRONG_RESULTS = {
+    "one too many": lambda out, lse: (out, lse, out),
+    "out alone": lambda out, lse: out,
+    "one too few": lambda out, lse: (out,),
+    "none": lambda out, lse: None,
+    "no tensor": lambda out, lse: (out, 0.0),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", WRONG_RESULTS)
+def test_results_that_the_schema_does_not_have_are_refused(kind, requires_grad):
+    """torch crashes when an op returns more tensors than its schema has."""
+    queries, keys = operands(requires_grad)
+    op = attention_op(
+        "nsa_core_tests::wrong_results",
+        lambda queries, keys, **_: WRONG_RESULTS[kind](keys.v.clone(), queries.q.new_zeros(queries.q.shape[:3])),
+        lambda *_, **__: (),
+        operation=Operation.WIN,
+    )
+    with pytest.raises(
+        InputError, match=r"^forward of nsa_core_tests::wrong_results returned .*the rule: 2 tensors, and more only with saves"
+    ):
+        op(queries, keys, geometry=SMALL, scale=1.0)
+
+
+def test_a_choice_is_one_tensor():
+    queries, keys = operands()
+    op = attention_op("nsa_core_tests::wrong_choice", lambda queries, keys, lse, **_: (lse, lse), operation=Operation.SELECT)
+    with pytest.raises(
+        InputError, match=r"^forward of nsa_core_tests::wrong_choice returned \['tuple'\] .the rule: 1 tensor, block_indices"
+    ):
+        op(queries, keys, torch.zeros(1, 6, 2, dtype=torch.float64), geometry=SMALL, scale=1.0)
+
+
+@pytest.mark.parametrize("gradients", [(1, 1), (1, 1, 1, 1), (1, 1, None), None], ids=repr)
+def test_gradients_that_the_schema_does_not_have_are_refused(gradients):
+    queries, keys = operands(requires_grad=True)
+    op = attention_op(
+        "nsa_core_tests::wrong_gradients",
+        lambda queries, keys, **_: (keys.v.clone(), queries.q.new_zeros(queries.q.shape[:3])),
+        lambda grads, results, queries, keys, **_: gradients and tuple(x and torch.zeros_like(queries.q) for x in gradients),
+        operation=Operation.WIN,
+    )
+    out = op(queries, keys, geometry=SMALL, scale=1.0).out
+    with pytest.raises(InputError, match="^backward of nsa_core_tests::wrong_gradients returned .*the rule: 3 tensors"):
+        out.sum().backward()

@@ -64,13 +64,14 @@ def attention_op(
             is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
             for NSA of the gates. `grads` is (dout, dlse), each None if it has no gradient, or for NSA (dout,); `results` is what
-            `forward` returned, for NSA without out. None: the operation has no gradient.
+            `forward` returned, for NSA without out. Autograd records nothing in it. None: the operation has no gradient.
         operation: the operation that the functions compute.
         saves: `saves(*operands, geometry=)` returns uninitialised tensors with the shapes and dtypes of what `forward` keeps for
             `backward` in addition to the results. `backward` gets them after the results, without those that are None.
 
     Raises:
-        InputError: for a name without a namespace, or an operation without operands in `OPERANDS`.
+        InputError: for a name without a namespace, or an operation without operands in `OPERANDS`. A call raises it if a function does not
+            return what is listed here.
     """
     if operation not in OPERANDS:
         known = ", ".join(repr(each.value) for each in OPERANDS)
@@ -87,7 +88,10 @@ def attention_op(
 
     def run_forward(*inputs: Any) -> Any:
         *flat, geometry, scale, needs_grad = inputs
-        return returns(forward(*_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale, needs_grad=needs_grad))
+        found = forward(*_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale, needs_grad=needs_grad)
+        rule = "1 tensor, block_indices" if is_choice else "2 tensors, and more only with saves"
+        _check_results(f"forward of {name}", (found,) if is_choice else found, 1 if is_choice else 2, rule, may_have_more=saves is not None)
+        return returns(found)
 
     def fake(*inputs: Any) -> Any:
         *flat, geometry, _scale, needs_grad = inputs
@@ -118,6 +122,14 @@ def attention_op(
         return found if is_choice else result(found[0], found[1])
 
     return call
+
+
+def _check_results(function: str, found: Any, count: int, rule: str, *, may_have_more: bool = False) -> None:
+    """Raise InputError unless `found` is `count` tensors: torch crashes when an op returns other than its schema says."""
+    is_fitting = isinstance(found, Sequence) and (len(found) == count or (may_have_more and len(found) > count))
+    if not is_fitting or not all(isinstance(x, Tensor) for x in found[:count]):
+        shown = [type(x).__name__ for x in found] if isinstance(found, Sequence) else type(found).__name__
+        raise InputError(f"{function} returned {shown} (the rule: {rule}); return these")
 
 
 def _fields_of(operation: Operation) -> list[Any]:
@@ -183,7 +195,9 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
 
     def run(*inputs: Any) -> Any:
         grads, results, (*flat, geometry, scale) = inputs[:num_grads], inputs[num_grads], inputs[num_grads + 1 :]
-        return tuple(backward(grads, results, *_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale))
+        found = backward(grads, results, *_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale)
+        _check_results(f"backward of {name}", found, len(trained), f"{len(trained)} tensors, a gradient of each operand that has one")
+        return tuple(found)
 
     def fake(*inputs: Any) -> Any:
         flat = inputs[num_grads + 1 :]
