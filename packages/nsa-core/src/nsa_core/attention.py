@@ -1,4 +1,4 @@
-"""The public operations. `nsa_attention` is the main path: compressed, select, selected, window, gates (Eq. 5).
+"""The public operations. `nsa_attention` computes all of Eq. 5: the three branches, the choice of blocks and the gated sum.
 
 Layouts: q (B, S, H, D_k), k (B, T, G, D_k), v (B, T, G, D_v), out (B, S, H, D_v) in q's dtype, lse (B, S, H) natural log.
 The operations on plain tensors take `geometry`, the block sizes, and the keywords of `CallKeywords`.
@@ -33,7 +33,7 @@ class CallKeywords(TypedDict, total=False):
     """The keywords that every operation on plain tensors takes in addition to `geometry`."""
 
     scale: float | None
-    """The scores q * k are multiplied by it; None: D_k ** -0.5."""
+    """Factor of the scores q . k; None: D_k ** -0.5."""
     cu_seqlens: Tensor | None
     """int32 (N + 1,), cumulative lengths of sequences packed in one row (B = 1), as in FlashAttention. Positions and blocks count from
     each sequence's start. Together with query_start and page_table (ragged batch), they bound the query rows of each sequence."""
@@ -64,7 +64,7 @@ def compressed_attention(
 
     k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
     queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond
-    the last block never change a result and get zero gradient. `CallKeywords` has the other keywords.
+    the last block never change a result and get zero gradient. `CallKeywords` lists the other keywords.
     """
     queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, v_cmp, geometry, keywords)
     result: BranchOutput = run(Operation.CMP, call, queries, cmp)
@@ -72,13 +72,13 @@ def compressed_attention(
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]) -> Tensor:
-    """Return block_indices int32 `(B, S, G, n)`, ascending, -1 after the last: the blocks of each query (Eq. 9-11).
+    """Return block_indices int32 `(B, S, G, n)`: the blocks that each query chooses (Eq. 9-11).
 
-    lse `(B, S, H)` comes from `compressed_attention` and normalises the weights. All H/G heads of a group share one choice.
-    Ties go to the lower block. Indices count from the sequence's own start. The result has no gradient. `CallKeywords` has the
-    other keywords.
+    Indices count from the start of the query's own sequence. They ascend, and -1 fills the unused slots at the end. lse `(B, S, H)`
+    comes from `compressed_attention` and normalises the weights. All H/G heads of a group share one choice. Ties go to the lower block.
+    The result has no gradient. `CallKeywords` lists the other keywords.
     """
-    # no values are read
+    # the choice reads no values, so k_cmp fills the place of v_cmp
     queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, k_cmp, geometry, keywords)
     checks.check_tensor("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
     checks.check_wide("lse", lse)
@@ -93,7 +93,7 @@ def selected_attention(
 
     block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block, in any slot. A row of only -1 gives out 0, lse -inf and
     zero gradients. Valid indices are 0 .. own = t // l', each once. On a CPU other indices and duplicates raise InputError; on a GPU
-    an index outside 0 .. own counts as -1. `CallKeywords` has the other keywords.
+    an index outside 0 .. own counts as -1. `CallKeywords` lists the other keywords.
     """
     queries, keys, call = _begin_branch(q, "", k, v, geometry, keywords)
     check_choice(queries, k, block_indices, geometry)
@@ -102,9 +102,9 @@ def selected_attention(
 
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]) -> BranchOutput:
-    """Return the attention of query t over the `window_size` tokens t - w < s <= t, its own included.
+    """Return the attention of query t over the `window_size` tokens t - w < s <= t, which include its own token.
 
-    `CallKeywords` has the other keywords.
+    `CallKeywords` lists the other keywords.
     """
     queries, keys, call = _begin_branch(q, "", k, v, geometry, keywords)
     result: BranchOutput = run(Operation.WIN, call, queries, keys)
@@ -130,7 +130,7 @@ def nsa_attention(
     gates `(B, S, H, 3)`, any float dtype, are the factors of cmp, slc and win; they are used as given. A branch whose v is None
     is left out, and its gate is ignored. The selected branch always needs k_cmp, because its scores choose the blocks. Without v_cmp,
     k_cmp must be finite: a fused kernel may read it as v_cmp, with gate 0. Each of `observers` gets callbacks; if one needs the output
-    of each branch, the branches run one by one. `CallKeywords` has the other keywords.
+    of each branch, the branches run one by one. `CallKeywords` lists the other keywords.
     """
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     for ending, (k, v) in pairs.items():
@@ -155,12 +155,12 @@ def attend(
     registry: BackendRegistry | None = None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Tensor:
-    """Return `nsa_attention` of operands that carry their positions: ring buffers, window tails, shards of a sequence, FP8 stores.
+    """Return what `nsa_attention` returns, for operands that carry their positions: ring buffers, window tails, shards of a sequence, FP8 stores.
 
     A branch that is None, or named in `absent`, is left out of the sum. The selected branch always needs cmp, to choose blocks.
 
     Raises:
-        InputError: for operands that do not fit each other.
+        InputError: for operands that do not match.
     """
     keys = {"_cmp": cmp, "_slc": slc, "_win": win}
     checks.check_geometry(geometry)
@@ -179,7 +179,7 @@ def attend_branches(
     is_known: bool = False,
     are_gates_closed: bool = False,
 ) -> Tensor:
-    """Return `attend` of `queries` that are checked already; this function checks `keys`.
+    """Return what `attend` returns. The caller has checked `queries`; this function checks `keys`.
 
     `is_known`: operands of these shapes and dtypes passed the check before, so that only values are checked, and only on a CPU.
     `are_gates_closed`: the gates of absent branches are already 0.
@@ -220,7 +220,7 @@ def _begin(
 
 
 def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
-    """Return the operands in the autocast dtype if autocast is on; float64 operands and FP8 stores keep theirs."""
+    """Return the operands in the autocast dtype if autocast is on; float64 operands and FP8 stores keep their dtype."""
     kind = queries.q.device.type
     # asking about autocast raises on the meta device
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -229,14 +229,14 @@ def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
     def cast(x: Tensor) -> Tensor:
         return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype not in (torch.float64, *FP8) else x
 
-    # a cast may be the last operation on the stream
+    # the last operation on the stream may now be a cast, not APPEND
     return queries._replace(q=cast(queries.q), follows_append=False), {
         ending: None if x is None else x._replace(k=cast(x.k), v=cast(x.v)) for ending, x in keys.items()
     }
 
 
 def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...]) -> None:
-    """Raise InputError if gates or branches do not fit together."""
+    """Raise InputError if the shapes of gates and branches do not match, or if a needed branch is missing."""
     checks.check_tensor("gates", gates, (*queries.q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", queries.q)
     if len(absent) == len(BRANCHES):
         raise InputError("every branch is None (Eq. 5 sums at least one); give the k and v of one")
@@ -253,9 +253,9 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
 def _gated_attention(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, are_gates_closed: bool = False
 ) -> Tensor:
-    """Return Eq. 5, from a fused backend if one is eligible, else branch by branch; branches without Keys are absent too.
+    """Return the gated sum (Eq. 5), from a fused backend if one is eligible, else branch by branch. A branch without Keys is absent too.
 
-    `are_gates_closed`: the gates of absent branches are 0.
+    `are_gates_closed`: the gates of absent branches are already 0.
     """
     absent = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     _check_branches(queries, keys, gates, absent)
@@ -288,7 +288,7 @@ def _gated_attention(
 def _fused_operands(
     queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], *, are_gates_closed: bool
 ) -> tuple[Any, ...] | str:
-    """Return the operands of one NSA call that gives the same sum, or the reason why the branches must run one by one.
+    """Return the operands with which one call of NSA gives the same sum, or a text: the reason why the branches must run one by one.
 
     If only cmp is absent and D_k = D_v, k_cmp is passed as v_cmp with gate 0. This is not done while a gradient is recorded, because the
     backward pass would then compute a branch that nothing reads.
@@ -303,7 +303,7 @@ def _fused_operands(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, gates, cmp.k, *slc[:2], *win[:2])):
         return "the call leaves out cmp, and a gradient is recorded"
     if not are_gates_closed:
-        # the padding may be the last operation on the stream
+        # the last operation on the stream may now be the padding, not APPEND
         queries, gates = queries._replace(follows_append=False), pad(gates[..., 1:], (1, 0))
     return queries, cmp._replace(v=cmp.k, v_scale=cmp.k_scale), slc, win, gates
 
@@ -313,7 +313,7 @@ def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...],
     outputs: list[Tensor | None] = [None, None, None]
     cmp, lse = keys["_cmp"], None
     if cmp is not None and not ("cmp" in absent and "slc" in absent):
-        # without the branch, its lse still normalises the scores of the choice
+        # the choice of blocks needs this lse even if the compressed branch is absent
         out, lse = run(Operation.CMP, call, queries, cmp._replace(v=cmp.k.detach()) if "cmp" in absent else cmp)
         outputs[0] = None if "cmp" in absent else out
     if "slc" not in absent:
@@ -341,7 +341,7 @@ def append_rows(rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: 
     written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
     in_pages = [new for new in written if new.store.page_table is not None]
     in_fp8 = [new for new in written if new.store.k_scale is not None]
-    # the store with the strictest needs decides the backend
+    # a paged store, else a store of FP8, decides the backend: fewer backends support it
     asks = in_pages or in_fp8 or written
     if asks:
         new = asks[0]
@@ -351,7 +351,10 @@ def append_rows(rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: 
 
 
 def rotate_heads(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding, call: Call) -> tuple[Tensor, ...]:
-    """Return q and keys `(B, m, heads, D_k)` of a step rotated, row i of sequence b at position start[b] + i; start int32 (B,). No gradient."""
+    """Return `heads`, q and keys `(B, m, heads, D_k)` of a step, after RoPE. Row i of sequence b is at position start[b] + i.
+
+    `start` is int32 (B,). The result has no gradient.
+    """
     q, k = heads[0], heads[-1]
     # the request describes q over the step's own keys
     rotate = backend_for(Operation.ROTATE, call, Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1]))
@@ -360,7 +363,7 @@ def rotate_heads(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding
 
 
 def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> None:
-    """Raise InputError if a step's rows do not fit their stores; nothing is written then."""
+    """Raise InputError if a step's rows do not fit their stores; this runs before anything is written."""
     checked = None
     for new in rows:
         store, table, batch = new.store.k, new.store.page_table, new.k.shape[0]
@@ -387,9 +390,9 @@ def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> 
 
 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the mean of each compressed block's tokens `(B, C, G, D)` of k `(B, S, G, D)`: phi without parameters (Eq. 7).
+    """Return compressed keys `(B, C, G, D)` of k `(B, S, G, D)`: the mean of each block's tokens, which is phi without parameters (Eq. 7).
 
-    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough.
+    Packed (B = 1): the blocks of all sequences follow one another, and C = S // d, which is always enough.
 
     Raises:
         InputError: for a k of another rank, no float dtype or 8 bits, or cu_seqlens that do not bound its rows.

@@ -1,4 +1,4 @@
-"""Configuration of Native Sparse Attention: frozen, validated when built.
+"""Configuration of Native Sparse Attention: frozen values that are checked when they are built.
 
 The symbols are those of arXiv 2502.11089; docs/glossary.md lists them with the names used here.
 """
@@ -24,11 +24,11 @@ OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose", "rotate"
 
 
 MOST_SIZE = 2**20
-"""Largest width, number of heads, and size of a block: the numbers of a weight with three of them are counted in 64 bits."""
+"""Maximum of a width, a number of heads, and a size of a block. A weight whose size is the product of three of them has fewer than 2**63 elements."""
 
 
 def _integer_at_least(minimum: int, *same_as: str, most: float = MOST_SIZE) -> Any:
-    """Return a validator; its message suggests the sum of the fields `same_as`, or `minimum`."""
+    """Return a validator of an integer. Its message suggests the sum of the fields `same_as`, but at least `minimum`."""
 
     def check(instance: object, attribute: "Attribute[int]", value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -155,9 +155,10 @@ class RopeScaling:
     """RoPE scaling, to extend a model beyond its training length.
 
     `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides the frequencies of dimensions that rotate fewer than
-    `beta_slow` times over `original_max_position`, keeps those of more than `beta_fast` rotations, and blends between. It multiplies cos
-    and sin by `attention_factor` (None: 0.1 ln(factor) + 1), as Hugging Face Transformers does. `llama3` does the same with
-    `low_freq_factor` and `high_freq_factor` rotations. `linear` and `llama3` take no attention_factor.
+    `beta_slow` times over `original_max_position`. It keeps the frequencies of dimensions with more than `beta_fast` rotations, and blends
+    between the two. It multiplies cos and sin by `attention_factor` (None: 0.1 ln(factor) + 1), as Hugging Face Transformers does.
+    `llama3` changes frequencies in the same way between `low_freq_factor` and `high_freq_factor` rotations. `linear` and `llama3` take no
+    attention_factor.
     """
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
@@ -186,14 +187,14 @@ class RopeScaling:
 
 
 SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_embeddings": "original_max_position"}
-"""Hugging Face's name of a field of `RopeScaling` -> the field; a mapping may have either."""
+"""Hugging Face's key -> the field of `RopeScaling`; a mapping may use either name."""
 
 
 def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return `table` with Hugging Face's keys renamed to the fields of `RopeScaling`.
 
     Raises:
-        ConfigError: for two keys of one field that differ.
+        ConfigError: if two keys set the same field to different values.
     """
     fields: dict[str, Any] = {}
     for key, item in table.items():
@@ -219,7 +220,7 @@ def _to_rope_scaling(value: Any) -> Any:
 
 @frozen(eq=False, repr=False)
 class BackendNames(Mapping[str, str]):
-    """Operation -> backend name, unchangeable; equal to any mapping of the same items."""
+    """An immutable mapping from operation to backend name; it equals any mapping with the same items."""
 
     _pairs: tuple[tuple[str, str], ...]
 
@@ -289,7 +290,7 @@ class NSAConfig:
     gate_hidden_size: int = field(default=64, validator=_integer_at_least(1))
     """Width of the gate MLP's hidden layer."""
     gate_temperature: float = field(default=1.0, validator=_number_above_zero)
-    """Gate logits are divided by it before the sigmoid or softmax."""
+    """Divisor of the gate logits before the sigmoid or softmax."""
     rope_theta: float = field(default=10000.0, validator=_number_above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=converters.optional(_to_rope_scaling))
     """A `RopeScaling`, or a mapping of its fields (Hugging Face's keys work too); None: no scaling."""
@@ -304,11 +305,11 @@ class NSAConfig:
     """`separate`: every branch has its own K and V projection (section 3.3.3). `shared`: one K and V serves all branches, and the
     compressed branch reads phi of them."""
     qk_norm: bool = field(default=False, validator=_flag)
-    """RMSNorm of every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
+    """Apply RMSNorm to every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
     qk_norm_eps: float = field(default=1e-6, validator=_number_above_zero)
     """Epsilon of the RMSNorm of `qk_norm`."""
     qkv_bias: bool = field(default=False, validator=_flag)
-    """Biases of the projections of q, k and v, as in Qwen2; the output projection has none."""
+    """Give the projections of q, k and v a bias, as in Qwen2; the output projection has none."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.geometry, BlockGeometry):
@@ -340,9 +341,9 @@ class NSAConfig:
             )
 
     def can_be_fused(self, *, needs_grad: bool) -> bool:
-        """Return whether a backend of the operation `nsa` may serve a pass of the layer, with or without gradients.
+        """Return True if a fused backend (operation `nsa`) may serve a pass of the layer; `needs_grad`: the pass records gradients.
 
-        With all three branches it may. Without gradients and with D_k = D_v it may also serve slc and win alone: the compressed keys
-        are then passed as compressed values with gate 0.
+        A fused backend may serve a layer with all three branches. Without gradients and with D_k = D_v it may also serve slc and win alone:
+        the compressed keys are then passed as compressed values with gate 0.
         """
         return self.branches == BRANCHES or (self.branches == ("slc", "win") and self.head_dim_qk == self.head_dim_v and not needs_grad)

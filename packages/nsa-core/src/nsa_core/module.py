@@ -1,4 +1,4 @@
-"""The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
+"""The attention layer `NativeSparseAttention`: projections, RoPE, compression and gates around `nsa_attention`, with or without a cache."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
 Turn = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""Returns its tensors `(B, S, heads, D_k)` rotated."""
+"""A function that applies RoPE to tensors `(B, S, heads, D_k)`."""
 
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
@@ -34,7 +34,7 @@ def split_heads(projected: Tensor, head_dim: int) -> Tensor:
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm of each head of x (..., D), computed in at least float32, in x's dtype."""
+    """RMSNorm of each head of x (..., D). It computes in at least float32 and returns x's dtype."""
 
     def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__(head_dim, eps=eps)
@@ -42,8 +42,8 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        # without the clamp a gradient of 0 becomes 0 * inf = NaN, where x or 2 * x (the derivative of the square) overflowed;
-        # finite numbers above the limit give 0 either way, because their squares overflow
+        # where x or 2 * x (the derivative of the square) overflows, a gradient of 0 would become 0 * inf = NaN without the clamp;
+        # finite numbers above the limit give 0 with and without it, because their squares overflow
         limit = min(torch.finfo(x.dtype).max, torch.finfo(wide).max / 4)
         clamped = x.clamp(-limit, limit).to(wide)
         return nn.functional.rms_norm(clamped, self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
@@ -71,10 +71,10 @@ class NativeSparseAttention(nn.Module):
     """
 
     def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
-        """Build the layer that `config` describes; `registry` has its backends, None: those of the installed packages.
+        """Build the layer that `config` describes. `registry` has the backends to choose from; None: the backends of the installed packages.
 
         Raises:
-            InputError: for a config or registry that is none.
+            InputError: if `config` is no NSAConfig, or `registry` no BackendRegistry.
         """
         checks.check_config(config)
         super().__init__()
@@ -121,7 +121,7 @@ class NativeSparseAttention(nn.Module):
         return "cmp" in self.config.branches or "slc" in self.config.branches
 
     def _freeze_choice(self) -> None:
-        """Freeze parameters that only the choice of blocks reads: it gives them no gradient."""
+        """Freeze the parameters that only the choice of blocks reads, because the choice has no gradient."""
         self.compress_k.requires_grad_(False)
         if self.config.kv == "shared":
             return
@@ -147,11 +147,11 @@ class NativeSparseAttention(nn.Module):
     ) -> NSACache:
         """Return an empty cache for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
 
-        `CacheOptions` describes the keywords from `static` to `step_graphs`. `dtype` None: the autocast dtype under autocast (float64 weights keep
-        their own), else the weights'. `device` None: the weights'.
+        `CacheOptions` describes the keywords from `static` to `step_graphs`. `dtype` None: the dtype of the weights, or the autocast dtype under
+        autocast, unless the weights are float64. `device` None: the device of the weights.
 
         Raises:
-            InputError: for sizes, options or a dtype that no cache has.
+            InputError: for sizes, options or a dtype that a cache does not support.
         """
         weight = self.q_proj.weight
         # autocast leaves float64 as it is
@@ -185,7 +185,7 @@ class NativeSparseAttention(nn.Module):
     def _num_kv_heads(self) -> int:
         """Return the number of KV heads on this rank: all of them, or this rank's share with tensor parallelism."""
         projection: Any = next(module for module in self.k_proj.modules() if isinstance(module, nn.Linear))
-        # not the rows of its weight, which FSDP shards too
+        # the rows of the weight would be a wrong count: FSDP shards them too
         return self.config.num_kv_heads // int(getattr(projection, "num_shares", 1))
 
     def forward(
@@ -308,29 +308,29 @@ class NativeSparseAttention(nn.Module):
         return self.q_norm(q) if self.config.qk_norm else q
 
     def _compress_whole(self, keys: Tensor | None, values: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return phi of the tokens' keys and values, rotated as the config says."""
+        """Return the compressed keys and values of the tokens' keys and values; `compressed_rope` decides how the keys are rotated."""
         if keys is None:
             return None, None
-        # a choice carries no gradient, so nothing is saved for one
+        # the choice of blocks has no gradient, so autograd need not save anything for it
         k_cmp = self._compress_keys(keys.detach() if self._only_chooses else keys, cu_seqlens)
         v_cmp = None if values is None else self.compress_v(block_windows(values, self.config.geometry, cu_seqlens).tokens)
         return k_cmp, v_cmp
 
     def _compress_keys(self, keys: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Return phi of the tokens' keys `(B, S, G, D_k)`, rotated as the config says: `(B, C, G, D_k)`."""
+        """Return the compressed keys `(B, C, G, D_k)` of the tokens' keys `(B, S, G, D_k)`; `compressed_rope` decides how they are rotated."""
         windows = block_windows(keys, self.config.geometry, cu_seqlens)
         return self._block_rotation(self.compress_k(windows.tokens), windows.last_positions)
 
     @property
     def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the rotation of compressed keys at the positions of their last tokens."""
+        """Return the function that rotates compressed keys at the positions of their last tokens; with "tokens" it changes nothing."""
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
 
     @property
     def _readers(self) -> dict[str, str]:
-        """Return reader -> name of the projections that it reads: a branch, or "all" for shared keys and values.
+        """Return a dict from each reader of keys and values to the projections that it reads: a branch's name, or "all" if they are shared.
 
-        The readers "slc" and "win" read rotated keys. The reader "raw" is phi, which reads the tokens' keys and values.
+        The readers "slc" and "win" are these branches; they read rotated keys. The reader "raw" is phi, which reads the tokens' keys and values.
         """
         readers = {"raw": "cmp"} if self._has_compressed_keys else {}
         readers |= {branch: branch for branch in ("slc", "win") if branch in self.config.branches}
@@ -351,9 +351,9 @@ class NativeSparseAttention(nn.Module):
     def _by_reader(
         self, q: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], turn: Turn
     ) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
-        """Return the rotated q, and k and v by reader. An absent branch has None. Readers that share k and v get the same tensors.
+        """Return the rotated q, and a dict from each reader (`_readers`) to its k and v, None for an absent branch.
 
-        `turn` rotates q and the keys of every branch in one call.
+        Readers that share k and v get the same tensors. `turn` rotates q and the keys of every branch in one call.
         """
         on_tokens, with_values = self.config.compressed_rope == "tokens", self._readers_of_values
         turned = [name for name in keys if name != "cmp" or on_tokens]
@@ -400,7 +400,7 @@ class NativeSparseAttention(nn.Module):
         call = self._call(q, self.telemetry, cache.read_counter)
         queries, pairs = self._by_reader(q, keys_by_name, values, lambda heads: rotate_heads(heads, step.start, self.rope, call))
         rows = {name: cache.new_rows(name, k, v) for name, (k, v) in pairs.items() if k is not None and name in cache.keys}
-        # the ring takes the new tokens last if a retry of this step needs what they overwrite
+        # the rings are written last if a retry of this step would need the tokens that they overwrite
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
         keys = {
             "_cmp": self._append(cache, rows, step, call),
@@ -409,7 +409,7 @@ class NativeSparseAttention(nn.Module):
         }
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
-        # a compiler may move the operations that write q behind APPEND
+        # a compiler may move the operations that write q to a place after APPEND
         rotated = unturned._replace(q=queries, follows_append="slc" in rows and not is_traced)
         out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known, are_gates_closed=True)
         if not (is_known or is_traced):
@@ -422,7 +422,7 @@ class NativeSparseAttention(nn.Module):
         return projected
 
     def _append(self, cache: NSACache, rows: dict[str, NewRows], step: Step, call: Call) -> Keys | None:
-        """Write the step's rows (rings only in place) and the blocks that they complete; return the compressed keys and values."""
+        """Write the step's rows and the blocks that they complete, and return the compressed keys and values. Rings are written only in place."""
         cmp, emitted = None, None
         if "raw" in rows:
             cmp = cache.stores.keys_of("cmp")
@@ -432,10 +432,13 @@ class NativeSparseAttention(nn.Module):
         return cmp
 
     def _gates(self, logits: Tensor, queries: Queries) -> Tensor:
-        """Return the gates `(B, S, H, 3)` of logits of the same shape, and record them in the telemetry. Only positions of `queries` are read."""
+        """Return the gates `(B, S, H, 3)` of logits of the same shape, and record them in the telemetry.
+
+        `queries` gives the positions and the valid rows; the values of its q are not read.
+        """
         config = self.config
         has_compressed = None
-        # small operations dominate the time of a step
+        # computed only if it is needed, because small operations dominate the time of a step
         if config.gate != "sigmoid" or self.telemetry is not None:
             has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:

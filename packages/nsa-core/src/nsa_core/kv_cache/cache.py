@@ -28,10 +28,10 @@ from nsa_core.varlen import compressed_lengths
 FIRST_CAPACITY = 1024
 """Initial capacity of a growing cache, in tokens per sequence, unless its bound is lower."""
 UNLIMITED = 2**31 - 1
-"""The longest sequence: positions are int32."""
+"""Maximum length of a sequence: positions are int32."""
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_FORMS = 64
-"""Most entries of `NSACache.known_forms`."""
+"""Maximum number of entries of `NSACache.known_forms`."""
 
 
 class Step(NamedTuple):
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     added: Tensor
     """int32 (B,): number of new tokens of each sequence."""
     in_place: bool
-    """True if the rings take the step's tokens before attention: the tokens replace only rows that are kept for a rollback."""
+    """True if the step's tokens are written into the rings before attention: they replace only rows that are kept for a rollback."""
 
 
 class NSACache:
@@ -59,12 +59,13 @@ class NSACache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
+        """Allocate a cache for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
 
-        `num_kv_heads`: the KV heads of this rank with tensor parallelism; None: the config's. `dtype`: of the computed keys and values.
+        `num_kv_heads`: with tensor parallelism, the number of KV heads of this rank; None: the config's. `dtype`: the dtype in which keys and
+        values are computed.
 
         Raises:
-            InputError: for sizes that are no integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
+            InputError: for sizes that are not integers or below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound,
                 a page that does not hold whole selection blocks, a dtype that no keys are computed in, an unknown kv_dtype, or step_graphs of a
                 cache that is not static or not on a GPU.
         """
@@ -82,7 +83,7 @@ class NSACache:
         capacity = self.max_seqlen if options.is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
         # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
-        # a tensor made in inference mode takes no write outside of it
+        # a tensor made in inference mode cannot be written outside of it
         with torch.inference_mode(False):
             self.pages = None if options.page_size is None else self._page_table(batch_size, options.page_size, options.num_pages, device)
             """The pages of a paged cache, else None."""
@@ -90,23 +91,24 @@ class NSACache:
                 config, batch_size, heads, StoreOptions(capacity, self.max_rollback, dtype, options.kv_dtype, self.pages), device
             )
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-            """int32 (B,): tokens held of each sequence."""
+            """int32 (B,): number of cached tokens of each sequence."""
             self.bounds: DeviceBounds | HostBounds = (
                 DeviceBounds(self.lengths, self.max_seqlen) if options.static else HostBounds(batch_size)
             )
             self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
-            """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
+            """int64 (B, 1 + G): the predicted reads of each sequence, then the actual reads of each KV head."""
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
-        """Shape and dtype of q, and `Step.in_place`, of steps that passed the checks; cleared when stores are replaced."""
+        """Forms of steps that passed the checks: q's shape and dtype, and `Step.in_place`. Cleared when stores are replaced."""
         # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = options.count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
         self.graphs = StepGraphs(may_fail=options.step_graphs is None) if options.captures(device) else None
-        """The captured steps of a cache with `step_graphs`, None for another one. A step of up to 16 rows per sequence under `no_grad` or
-        `inference_mode` runs eagerly the first time, is captured the second time, which waits for the GPU, and replayed from then on."""
+        """The captured steps of a cache with `step_graphs`; None for other caches. Steps of up to 16 rows per sequence under `no_grad` or
+        `inference_mode` are captured. The first step of a form runs eagerly. The second one is captured, which waits for the GPU, and replayed;
+        later ones are replayed."""
 
     def note_form(self, form: tuple[torch.Size, torch.dtype, bool]) -> None:
-        """Remember that the stores fit steps of `form`, an entry of `known_forms`."""
+        """Add `form` to `known_forms`: a step of this form passed the checks."""
         if len(self.known_forms) >= MAX_FORMS:
             self.known_forms.clear()
         self.known_forms.add(form)
@@ -126,18 +128,18 @@ class NSACache:
     def keys(self) -> dict[str, Tensor]:
         """Return the stores of keys: "cmp", "slc" and the rings "win" and "raw", each `(B, rows, G, D_k)`.
 
-        Of a paged cache, "cmp" and "slc" are `(pages + 1, rows of a page, G, D_k)`.
+        In a paged cache, "cmp" and "slc" are `(pages + 1, rows of a page, G, D_k)`.
         """
         return self.stores.keys
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Return the stores of values `(B, rows, G, D_v)` under the same names, without those that have no values."""
+        """Return the stores of values `(B, rows, G, D_v)` under the same names; a store without values is missing."""
         return self.stores.values
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that the stored keys and values are computed in."""
+        """Return the dtype in which keys and values are computed."""
         return self.stores.dtype
 
     @property
@@ -147,7 +149,7 @@ class NSACache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes that each further token of a sequence needs, with its share of the compressed blocks and without rings."""
+        """Return the bytes that each additional token of a sequence needs, including its share of a compressed block; rings do not count."""
         return self.stores.bytes_per_token
 
     @property
@@ -157,14 +159,15 @@ class NSACache:
 
     @property
     def num_compressed(self) -> Tensor:
-        """Return int32 `(B,)`: compressed blocks emitted for each sequence; a block appears with its last token."""
+        """Return int32 `(B,)`: the number of compressed blocks of each sequence. A block exists once its last token is cached."""
         return compressed_lengths(self.lengths, self.config.geometry)
 
     @property
     def last_reads(self) -> Reads | None:
-        """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None if nothing was counted.
+        """Return the number of keys that one KV head read in the last step, predicted `(B,)` and actual `(B, G)`; None if nothing was counted.
 
-        A static cache keeps no state on the host: it returns the counts of the last step that had tokens, or zeros before the first one.
+        The tensors are copies. A static cache keeps no state on the host: it returns the counts of the last step that had tokens, or zeros
+        before the first one.
         """
         if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
             return None
@@ -172,7 +175,7 @@ class NSACache:
 
     @property
     def total_reads(self) -> Reads:
-        """Return a copy of the tokens read since each sequence began, predicted `(B,)` and actual `(B, G)`."""
+        """Return the number of keys that one KV head read since its sequence began, predicted `(B,)` and actual `(B, G)`, as copies."""
         return _reads_of(self._total_reads)
 
     def check(self) -> None:
@@ -184,21 +187,21 @@ class NSACache:
             raise lost
 
     def begin_step(self, num_queries: int, query_count: Tensor | None) -> Step:
-        """Return the step that appends up to `num_queries` tokens to each sequence; the lengths stay until `end_step`.
+        """Return the step that appends up to `num_queries` tokens to each sequence; `end_step` then advances the lengths.
 
-        A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads nothing.
+        A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads no tensor of the device.
 
         Raises:
-            CacheOverflowError: if a sequence of a growing cache may pass `max_seqlen`. A query_count on a GPU is not read, and counts as
-                `num_queries`.
-            InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
+            CacheOverflowError: if a sequence of a growing cache may become longer than `max_seqlen`, or if its pages have no room. A query_count
+                on a GPU is not read; every count is then taken as `num_queries`.
+            InputError: for a query_count of the wrong shape or range, or if a CUDA graph captures a step of a cache that grows.
         """
         self.check_count(num_queries, query_count)
         count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
             limit = None if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
-            # a count on a GPU is not read, so it is clipped
+            # the host cannot check a count on a GPU, so it is clamped
             added = self.bounds.begin(num_queries if count is None else count.clamp(0, num_queries), limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
         wanted = torch.full_like(self.lengths, num_queries) if count is None else count
@@ -219,10 +222,10 @@ class NSACache:
         return NewRows(self.stores.keys_of(name), k, v)
 
     def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
-        """Return the keys that the sliding branch reads in a step; `rows` is store -> the step's rows. None without the branch.
+        """Return the keys that the sliding branch reads in a step; None if the layer has no sliding branch. `rows`: store name -> the step's rows.
 
-        The keys are the selected branch's store if the branches share one. Else they are the ring of an in-place step, or a copy of the
-        ring's last tokens followed by the new ones.
+        The keys are the selected branch's store if the two branches share it. Else an in-place step reads the ring itself, and any other
+        step reads a copy of the ring's last tokens followed by the new tokens.
         """
         if "win" not in self.config.branches:
             return None
@@ -240,12 +243,12 @@ class NSACache:
     def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
         """Reserve pages for a sequence of `length` tokens, so that it has room for `num_tokens` tokens in total.
 
-        Copy on write: shared pages that a later step would write are copied now. These hold tokens from `length` on, or blocks that are
-        not complete. The caller passes the length, so nothing waits for a GPU.
+        Copy on write: shared pages that a later step would write are copied now. These are the pages with tokens from `length` on, and those
+        with blocks that are not complete. The caller passes the length, so nothing waits for a GPU.
 
         Raises:
             CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
-            InputError: for a cache without pages, a sequence that it does not hold, or numbers that are below 0 or no integers.
+            InputError: for a cache without pages, a sequence that it does not hold, or numbers that are below 0 or not integers.
         """
         if self.pages is None:
             raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
@@ -259,7 +262,7 @@ class NSACache:
         self.stores.copy_pages(copies)
 
     def end_step(self, step: Step) -> None:
-        """Advance the lengths and add up the reads."""
+        """Advance the lengths, and add the step's reads to the totals."""
         self.lengths.add_(step.added)
         if not (self.is_static and step.in_place):
             self.bounds.end()
@@ -270,34 +273,34 @@ class NSACache:
             self._total_reads.add_(self._last_reads)
 
     def check_count(self, num_queries: int, query_count: Tensor | None) -> None:
-        """Raise InputError for a query_count of the wrong shape, or, on a CPU, one that leaves 0 .. num_queries."""
+        """Raise InputError if query_count has the wrong shape, or, on a CPU, a value outside 0 .. num_queries."""
         if query_count is not None:
             checks.check_count(query_count, self.batch_size, num_queries)
 
     def crop(self, num_tokens: int | Sequence[int] | Tensor) -> None:
-        """Remove the last `num_tokens` tokens of every sequence: a number for all, or integers `(B,)`, one per sequence.
+        """Remove the last `num_tokens` tokens of every sequence. `num_tokens` is one number for all, or integers `(B,)`, one per sequence.
 
         A static cache waits for its device here, and so does a call with counts on a GPU. If an error is raised, nothing changes.
 
         Raises:
-            CacheOverflowError: for more tokens than a sequence holds, or than `max_rollback` less the tokens of earlier crops that no new
-                tokens have replaced; also if a sequence of a static cache lost tokens.
+            CacheOverflowError: for more tokens than a sequence holds; for more than `max_rollback`, where tokens of earlier crops count too
+                until new tokens replace them; also if a sequence of a static cache lost tokens.
             InputError: for anything but integers of at least 0, one for all or one per sequence.
         """
         counts = self.check_crop(num_tokens)
         self.bounds.crop(counts)
-        # a bound may exceed the length, so checking the bound does not keep the length at 0 or above
+        # the check compared counts with an upper bound, so a length could become negative without the clamp
         self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
 
     def check_crop(self, num_tokens: int | Sequence[int] | Tensor) -> Tensor:
-        """Return the counts int64 `(B,)` of a `crop` by `num_tokens`, or raise its errors; nothing changes."""
+        """Return how many tokens `crop(num_tokens)` would remove, int64 `(B,)`, or raise the errors that it would raise. Nothing changes."""
         try:
             counts = num_tokens if isinstance(num_tokens, Tensor) else torch.tensor(num_tokens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            # refused below
+            # -1 is refused below
             counts = torch.tensor(-1, device="cpu")
         counts = counts.expand(self.batch_size) if not counts.dim() else counts
-        # an empty list has a dtype of torch's choice
+        # torch makes a float tensor of an empty list, so its dtype is not checked
         is_counted = counts.dtype in INTEGERS or not (counts.numel() or isinstance(num_tokens, Tensor))
         if counts.shape != (self.batch_size,) or not is_counted or bool((counts < 0).any()):
             shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
@@ -310,8 +313,8 @@ class NSACache:
         """Empty the sequences at `indices` (None: all), so that new ones may begin there.
 
         Raises:
-            CacheOverflowError: if one of them had lost tokens; the sequences are emptied all the same. Only a static cache raises it, and waits
-                for its device to know.
+            CacheOverflowError: if one of them had lost tokens; the sequences are emptied nevertheless. Only a static cache raises it, and it
+                waits for its device.
             InputError: for indices that `reorder` refuses.
         """
         chosen = None if indices is None else self._checked(indices)
@@ -324,14 +327,14 @@ class NSACache:
             raise lost
 
     def reorder(self, indices: Tensor) -> None:
-        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed (beam search).
+        """Replace the sequences by the ones at `indices` `(B',)`, in this order; an index may repeat (beam search).
 
-        A static cache is reordered in place, with B' = B. In a growing cache B' may be any number; pass its indices on the CPU, because
-        those on a GPU are not read, and every sequence then gets the largest host bound.
+        A static cache is reordered in place, with B' = B. In a growing cache B' may be any number. Pass its indices on the CPU: the host does
+        not read indices on a GPU, and every sequence then gets the largest host bound.
 
         Raises:
-            InputError: for indices that are no vector of int32 or int64, or leave 0 .. batch_size - 1 (checked on a CPU); for B' other than
-                B of a static cache; for indices on a GPU of a paged cache.
+            InputError: for indices that are not a vector of int32 or int64, or that lie outside 0 .. batch_size - 1 (checked on a CPU); in a
+                static cache, for B' other than B; in a paged cache, for indices on a GPU.
         """
         chosen = self._checked(indices)
         if self.is_static and chosen.shape[0] != self.batch_size:
@@ -345,8 +348,8 @@ class NSACache:
         """Keep only the sequences at `indices` `(B',)`, in order. A static cache keeps its batch size; the other slots are empty.
 
         Raises:
-            CacheOverflowError: if a sequence of a static cache lost tokens; a static cache waits for its device to know.
-            InputError: as `reorder`, but a static cache takes up to B indices.
+            CacheOverflowError: if a sequence of a static cache lost tokens; a static cache waits for its device to check this.
+            InputError: as in `reorder`, but a static cache takes up to B indices.
         """
         chosen = self._checked(indices)
         spare = self.batch_size - chosen.shape[0]
@@ -364,14 +367,14 @@ class NSACache:
             self.reset(torch.arange(self.batch_size - spare, self.batch_size, device=self.lengths.device))
 
     def _sources(self, indices: Tensor) -> list[int | None]:
-        """Return the indices as the page table takes them; empty without pages."""
+        """Return the indices as a list of the page table's sequences; an empty list without pages."""
         if self.pages is None:
             return []
         if indices.device.type != "cpu":
             raise InputError(f"indices are on {indices.device} (pages are kept on the host, which reads them); use indices.cpu()")
         return list(indices.tolist())
 
-    # as in __init__
+    # as in __init__: the new tensors must be writable outside of inference mode
     @torch.inference_mode(False)
     def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
         """Reorder by the caller's `indices`; `chosen` is their copy on the cache's device, `sources` their copy for the page table."""
