@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, a norm, and the output layer.
 
-Training and inference use it. The caller passes the attention module of each layer, and the function for activation checkpointing. Checkpoints
-and exports use the names of its parameters.
+Training and inference use the same class. The caller passes the attention module of each layer, and the function for activation checkpointing.
+Checkpoints and exports use the names of the decoder's parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +18,9 @@ from nsa_core.module import NativeSparseAttention
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
 """Name -> attention class of a decoder's layers; each is built from an `NSAConfig`."""
 EMBEDDING_STD = 0.02
-"""Small, so that a tied output starts near uniform: the first loss is about ln(vocab_size)."""
+"""Standard deviation of new embeddings. It is small, so that a tied output starts near uniform: the first loss is about ln(vocab_size)."""
 Recompute = Callable[..., Tensor]
-"""Activation checkpointing: takes a function and its inputs, returns the result, and recomputes it in the backward pass."""
+"""A function for activation checkpointing: takes a function and its inputs, returns the result, and recomputes it in the backward pass."""
 
 
 def mlp_width(dim: int) -> int:
@@ -36,13 +36,13 @@ class DecoderSizes(NamedTuple):
     intermediate_size: int
     """Width of the MLP; `mlp_width` is the usual one."""
     norm_eps: float | None = None
-    """Added to the mean square in RMSNorm; None: the machine epsilon of the norm's input."""
+    """Epsilon that RMSNorm adds to the mean square; None: the machine epsilon of the norm's input."""
     tie_embeddings: bool = True
     """The output layer shares the embedding's weight; else it has `lm_head.weight`."""
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The MLP of a layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, dim: int, width: int) -> None:
         """Build `dim` -> `width` -> `dim`."""
@@ -61,7 +61,7 @@ class Block(nn.Module):
     """One pre-norm layer."""
 
     recompute: Recompute | None = None
-    """If not None, runs the layer in training without a cache, with activation checkpointing."""
+    """Runs the layer with activation checkpointing, in training passes without a cache; None: no checkpointing."""
 
     def __init__(self, sizes: DecoderSizes, attention: Callable[[], nn.Module]) -> None:
         """Build a layer of `sizes` around the module that `attention` makes."""
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """The whole decoder: maps token ids to logits."""
 
     block: type[Block] = Block
     """The class of a layer."""
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)`.
 
         Packed: B = 1, with `cu_seqlens` int32 `(N + 1,)` and the upper bound `max_seqlen`, a Python int. With `caches` from `new_caches`
-        the tokens follow the cached ones. `query_count` int32 `(B,)` is the number of valid tokens of each sequence; None: all S.
+        the tokens follow the cached tokens. `query_count` int32 `(B,)` is the number of valid tokens of each sequence; None: all S.
         """
         return self.logits(self.hidden(self.embedding(input_ids), cu_seqlens, max_seqlen, caches, query_count))
 
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         return cast(Tensor, layer.weight)
 
     def new_caches(self, batch_size: int, max_seqlen: int | None = None, **options: Any) -> list[Any]:
-        """Return an empty cache per layer, for sequences of at most `max_seqlen` tokens; `options` are those of the layers' `new_cache`."""
+        """Return an empty cache per layer, for sequences of at most `max_seqlen` tokens; `options` are keywords of the layers' `new_cache`."""
         return [cast(Any, block).attention.new_cache(batch_size, max_seqlen, **options) for block in self.blocks]
 
     @property

@@ -25,7 +25,7 @@ LARGEST_VARLEN_DIM = 256
 
 
 class DenseCache:
-    """Keys and values of every sequence, at their positions; lengths may differ within the batch."""
+    """The KV cache of one dense layer: position p of a sequence is in row p. The sequences of a batch may have different lengths."""
 
     def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int | None = None, *, static: bool = False) -> None:
         """Start empty, with the stores `keys` and `values` `(B, rows + 1, G, D)`; invalid tokens are written into the last row.
@@ -36,7 +36,7 @@ class DenseCache:
         self.keys, self.values, self.is_static = keys, values, static
         self.max_seqlen = max_seqlen
         self.lengths = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
-        """(B,): tokens held of each sequence."""
+        """(B,): number of cached tokens of each sequence."""
         self.overflowed = torch.zeros_like(self.lengths, dtype=torch.bool)
         """(B,): the sequences of a static cache that lost tokens."""
         self.held = [0] * len(keys)
@@ -44,12 +44,12 @@ class DenseCache:
 
     @property
     def bound(self) -> int:
-        """Return an upper bound on the length of every sequence, without a read from the device."""
+        """Return an upper bound on all lengths, without reading them from the device."""
         return self.capacity if self.is_static else max(self.held, default=0)
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens of a sequence fit."""
+        """Return the number of tokens per sequence for which there is room."""
         return self.keys.shape[1] - 1
 
     @property
@@ -66,17 +66,17 @@ class DenseCache:
         """Append `k`, `v` `(B, S, G, D)`. Rows from `query_count` `(B,)` on are invalid and dropped. If an error is raised, nothing changes.
 
         Raises:
-            CacheOverflowError: if a sequence could pass max_seqlen of a cache that grows.
+            CacheOverflowError: if a sequence of a growing cache could become longer than `max_seqlen`.
         """
         if not self.is_static:
-            # invalid rows take no space, if counting them does not wait for the device
+            # counts on a GPU are not read; every row then reserves space
             self._make_room(query_count.tolist() if checks.can_read(query_count) else [k.shape[1]] * self.batch_size)
         spare, step = self.capacity, torch.arange(k.shape[1], device=k.device)
         counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths).clamp(0, k.shape[1])
         fitting = torch.minimum(counts, spare - self.lengths)
         rows = torch.where(step < fitting[:, None], self.lengths[:, None] + step, spare)
         sequences = torch.arange(len(k), device=k.device)[:, None]
-        # under autocast they have its dtype
+        # under autocast k and v have the autocast dtype
         self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
         self.lengths.add_(fitting)
         self.overflowed.logical_or_(fitting < counts)
@@ -87,18 +87,18 @@ class DenseCache:
             raise CacheOverflowError(f"sequences {lost} lost tokens (a static cache never grows); reset them, or build a larger cache")
 
     def crop(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` tokens of every sequence.
+        """Remove the last `num_tokens` tokens of every sequence.
 
         Raises:
-            CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, has fewer.
-            InputError: for other than an integer of at least 0.
+            CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, if a sequence holds fewer tokens.
+            InputError: for anything but an integer of at least 0.
         """
         self.check_crop(num_tokens)
         self.lengths.sub_(num_tokens).clamp_(min=0)
         self.held = [max(0, held - num_tokens) for held in self.held]
 
     def check_crop(self, num_tokens: int) -> None:
-        """Raise the errors of a `crop` by `num_tokens`; nothing changes."""
+        """Raise the errors that `crop(num_tokens)` would raise; nothing changes."""
         if not checks.is_size(num_tokens, 0):
             raise InputError(f"num_tokens={num_tokens!r} (the rule: an integer of at least 0, for all sequences); use 1")
         if self.is_static:
@@ -112,14 +112,13 @@ class DenseCache:
         self.overflowed.zero_()
         self.held = [0] * self.batch_size
 
-    # a tensor made in inference mode takes no write outside of it
+    # a tensor made in inference mode cannot be written outside of it
     @torch.inference_mode(False)
     def reorder(self, indices: Tensor) -> None:
-        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place.
+        """Replace the sequences by the ones at `indices` `(B',)`, in this order; an index may repeat. A static cache is reordered in place.
 
         Raises:
-            InputError: for indices that are no vector of int32 or int64, leave 0 .. batch_size - 1 (checked on a CPU), or B' other than B of a
-                static cache.
+            InputError: if indices are no vector of int32 or int64, leave 0 .. batch_size - 1 (checked on a CPU), or are not B for a static cache.
         """
         checks.check_indices(indices, self.batch_size)
         if self.is_static and len(indices) != self.batch_size:
@@ -174,9 +173,9 @@ class DenseAttention(nn.Module):
         cache: DenseCache | None = None,
         query_count: Tensor | None = None,
     ) -> Tensor:
-        """Return `(B, S, hidden)` of `x` `(B, S, hidden)`; packed: B = 1 with `cu_seqlens` and its bound `max_seqlen`.
+        """Return the attention `(B, S, hidden)` of `x` `(B, S, hidden)`; packed: B = 1 with `cu_seqlens` and the upper bound `max_seqlen`.
 
-        With `cache`, the S tokens follow the cached ones. The first `query_count` int32 `(B,)` of the S tokens are valid; the others give 0
+        With `cache`, the S tokens follow the cached tokens. The first `query_count` int32 `(B,)` of the S tokens are valid; the others give 0
         and are not cached.
 
         Raises:
@@ -233,7 +232,7 @@ class DenseAttention(nn.Module):
     ) -> DenseCache:
         """Return an empty `DenseCache` for sequences of at most `max_seqlen` tokens (None: no bound).
 
-        Other options of `NativeSparseAttention.new_cache` are ignored. `device` None: the weights'.
+        Other options of `NativeSparseAttention.new_cache` are ignored. `device` None: the device of the weights.
 
         Raises:
             InputError: for sizes that are no integers or too small, and for a static cache without a bound.
@@ -243,7 +242,7 @@ class DenseAttention(nn.Module):
         if static and max_seqlen is None:
             raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
         rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)
-        # a new tensor, not one like the weight, which under FSDP is a shard
+        # torch.zeros, not weight.new_zeros: under FSDP the weight is a shard
         weight = self.k_proj.weight
         shape = batch_size, rows + 1, self.kv_heads
         with torch.inference_mode(False):
@@ -258,7 +257,7 @@ class DenseAttention(nn.Module):
         positions = positions_from_cu_seqlens(cu_seqlens, total)
         q, k, v = self.rope(q, positions)[0], self.rope(k, positions)[0], v[0]
         if count * max_seqlen == total:
-            # all sequences are as long as the bound, so they already are a batch
+            # all sequences have the length max_seqlen, so they already form a batch
             rows = (count, max_seqlen)
             return fast_causal_attention(*(x.unflatten(0, rows) for x in (q, k, v))).flatten(0, 1).unsqueeze(0)
         if has_varlen_attention(q, v):
@@ -268,11 +267,11 @@ class DenseAttention(nn.Module):
         return self._padded(q, k, v, positions, cu_seqlens, max_seqlen).unsqueeze(0)
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Spread the sequences over a batch `(N, max_seqlen, ...)`, attend causally, gather the rows back."""
+        """Return causal attention of packed rows by a padded batch `(N, max_seqlen, ...)`."""
         total = len(q)
         within = torch.arange(max_seqlen, device=q.device)
         rows = (cu_seqlens[:-1, None].long() + within).clamp(max=total - 1)
-        # rows past a sequence's end hold the next one's tokens; causality hides them
+        # rows after a sequence's end hold tokens of the next sequence; the causal mask hides them
         out = fast_causal_attention(*(x[rows] for x in (q, k, v)))
         return out[sequence_ids(cu_seqlens, total), positions]
 
@@ -282,7 +281,7 @@ class DenseAttention(nn.Module):
         start = cache.lengths.clone()
         positions = start[:, None] + torch.arange(q.shape[1], device=q.device)
         cache.append(self.rope(k, positions), v, query_count)
-        # a row even where nothing is held
+        # at least one row, even if nothing is cached
         bound = max(1, cache.bound)
         keys, values = cache.keys[:, :bound], cache.values[:, :bound]
         if q.shape[1] > 1:

@@ -1,4 +1,4 @@
-"""From operands to a backend. Routing uses constants only, so that it also works while a graph is traced."""
+"""Find the backend for operands, and call it. Routing uses constants only, so that it also works while a graph is traced."""
 
 import operator
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from nsa_core.telemetry import AttentionObserver
 BRANCH_OPERATIONS = ("cmp", "select", "slc", "win")
 """The operations that the fused one replaces."""
 Backends = str | Mapping[str, str]
-"""A backend's name or "auto", for every operation or by operation."""
+"""A backend's name or "auto": one for all operations, or a mapping from operation to name."""
 
 
 class Call(NamedTuple):
@@ -81,7 +81,7 @@ def _check_observers(observers: object) -> None:
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the result of the backend for `operation`, or None if that is NSA and the branches run one by one."""
+    """Return the result of the backend for `operation`. For NSA, None means that no fused backend serves and the branches run one by one."""
     backend = backend_for(operation, call, *operands)
     if backend is None:
         return None
@@ -91,7 +91,7 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the backend that serves the operands, or None if that is NSA and the branches run one by one.
+    """Return the backend that serves the operands. For NSA, None means that no fused backend serves and the branches run one by one.
 
     Raises:
         InputError: if a tensor carries a tangent of forward-mode differentiation.
@@ -103,7 +103,7 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     # the selected branch's keys bound the tokens of NSA
     queries, keys = operands[0], operands[2 if is_optional else 1]
     needs_grad = (torch.is_grad_enabled() or _is_forward_mode()) and _needs_grad(operation, operands)
-    # a graph being traced has no addresses
+    # in a traced graph tensors have no addresses
     is_aligned = is_traced or not queries.q.is_cuda or _are_aligned(queries.q, *_stores(operands))
 
     def facts() -> dict[str, Any]:
@@ -112,7 +112,8 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     if is_traced:
         index = registry.resolve_index(name, is_optional, **facts())
     else:
-        # all that the facts depend on, in a third of their time: routing delays a cached step, whose calls repeat those of the previous step
+        # the key holds all that the facts depend on, and takes a third of their time: routing delays a cached step, which repeats the calls of
+        # the previous step
         q, k, cu_seqlens = queries.q, keys.k, queries.cu_seqlens
         key = (
             operation, name, call.returns_lse, call.geometry, q.device, q.dtype, k.dtype, q.shape, k.shape, keys.v.shape,
@@ -129,7 +130,7 @@ def name_for(operation: Operation, call: Call) -> str | None:
     if isinstance(backend, str):
         if backend == AUTO or operation.value in BRANCH_OPERATIONS or call.registry.has(operation, backend):
             return backend
-        # a plain name may belong to a backend without the other operations
+        # the name may belong to a backend that does not implement the other operations
         return None if operation is Operation.NSA else AUTO
     name = backend.get(operation.value, AUTO)
     are_apart = operation is Operation.NSA and name == AUTO and any(backend.get(each, AUTO) != AUTO for each in BRANCH_OPERATIONS)
@@ -137,9 +138,9 @@ def name_for(operation: Operation, call: Call) -> str | None:
 
 
 def facts_of(operation: Operation, queries: Queries, keys: Keys, call: Call, *, needs_grad: bool, is_aligned: bool) -> dict[str, Any]:
-    """Return the request of a call as the constants that `BackendRegistry.resolve_index` takes, also while a graph is traced.
+    """Return the request of a call as the constants that `BackendRegistry.resolve_index` takes. It also works while a graph is traced.
 
-    Heads and head dimensions may be symbolic there (`dynamic=True`); `operator.index` specialises the graph to these sizes.
+    In a traced graph, heads and head dimensions may be symbolic (`dynamic=True`); `operator.index` specialises the graph to these sizes.
     """
     q, cu_seqlens, is_traced = queries.q, queries.cu_seqlens, torch.compiler.is_compiling()
     batch, num_queries, num_heads, head_dim = q.shape
@@ -184,7 +185,7 @@ def _needs_grad(operation: Operation, operands: tuple[Any, ...]) -> bool:
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    """Return False if a tensor starts off a multiple of 16 bytes."""
+    """Return False if the address of a tensor is no multiple of 16 bytes."""
     addresses = 0
     for x in tensors:
         # tensor subclasses without storage have no address
@@ -221,7 +222,7 @@ def _length_bucket(length: int) -> int:
 
 
 def explain_routing(request: BranchRequest, backend: str = AUTO, registry: BackendRegistry | None = None) -> RoutingDecision:
-    """Return which backend would serve `request` and every reason against the others; str() of it is readable.
+    """Return which backend would serve `request`, and every reason against the others. `print` shows the result as text.
 
     The request may describe another machine.
 

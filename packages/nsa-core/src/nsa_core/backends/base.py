@@ -28,13 +28,13 @@ class Operation(StrEnum):
     WIN = "win"
     """Sliding-window attention: (queries, win) -> BranchOutput."""
     NSA = "nsa"
-    """All of Eq. 5 (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or only out; then no reads are counted."""
+    """All of Eq. 5 (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or out alone; in that case reads are not counted."""
     APPEND = "append"
     """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, blocks, start, count) -> None."""
     CHOOSE = "choose"
     """Top-n of importance (optional; another backend's SELECT or NSA asks the registry for it): (scores, factor, positions) -> block_indices."""
     ROTATE = "rotate"
-    """RoPE of a step over a cache, q and the keys of all branches together: (heads, start, rope) -> rotated heads."""
+    """RoPE of a step over a cache, for q and the keys of all branches in one call: (heads, start, rope) -> rotated heads."""
 
 
 class Layout(StrEnum):
@@ -60,15 +60,16 @@ class Queries(NamedTuple):
     max_count: int
     """Upper bound on the query rows of a sequence, a Python int: kernels compute their grid from it."""
     cu_seqlens: Tensor | None = None
-    """int32 (N + 1,), cumulative lengths of packed or ragged rows. A backend reads no tensor here on the host; all are on q's device."""
+    """int32 (N + 1,), cumulative lengths of packed or ragged rows. This and the tensors below are on q's device; a backend must not wait for a
+    GPU to read one on the host."""
     start: Tensor | None = None
     """int32 (N,), position of each sequence's first row; None: position 0."""
     count: Tensor | None = None  # type: ignore[assignment]
     """int32 (N,), valid rows of each sequence; the others give out 0, lse -inf. None: all."""
     follows_append: bool = False
-    """True: the last operation on the stream is the APPEND of these rows, and q, start, count and page tables were written before it. A kernel
-    that is launched while APPEND still runs may then read them, and keys of earlier steps. Always False in a traced step, because a compiler
-    may reorder its operations."""
+    """True: the last operation on the stream is the APPEND of these rows, and q, start, count and page tables were written before it. So a kernel
+    that is launched while APPEND still runs may read these tensors, and the keys of earlier steps. Always False in a traced step, because a
+    compiler may reorder its operations."""
 
 
 class Keys(NamedTuple):
@@ -79,7 +80,8 @@ class Keys(NamedTuple):
     v: Tensor
     """As k, with D_v columns."""
     max_count: int
-    """Upper bound on the rows of a sequence (tokens; of cmp: blocks), a Python int for grids. Of a ring it may exceed T."""
+    """Upper bound on the rows of a sequence (tokens, or blocks for cmp), a Python int: kernels compute their grid from it. For a ring it may
+    exceed T."""
     cu_seqlens: Tensor | None = None
     """Packed: int32 (N + 1,), the cumulative numbers of rows of the sequences."""
     page_table: Tensor | None = None
@@ -89,7 +91,7 @@ class Keys(NamedTuple):
     ring: bool = False
     """True: k and v are ring buffers of the last T tokens; position p is in row p % T."""
     k_scale: Tensor | None = None
-    """FP8 stores only: float32, k's shape without the last dimension; a key is its stored numbers times its scale."""
+    """FP8 stores only: float32, k's shape without the last dimension. A key is its stored numbers multiplied by its scale."""
     v_scale: Tensor | None = None
 
 
@@ -134,9 +136,10 @@ class Reason:
 class BranchRequest:
     """A call of an operation, in plain hashable numbers.
 
-    `num_queries` is the rows of a batch entry (packed: the total), `num_keys` an upper bound on the tokens of a sequence. With a cache,
-    `num_keys` is rounded up to a power of 2, so that a growing cache is not routed at every step. Under torch.compile all lengths are
-    rounded up to a power of 8 instead, so that one graph serves many. `dispatch.facts_of` returns the fields for a call.
+    `num_queries` is the number of rows of a batch entry (packed: the total), and `num_keys` an upper bound on the tokens of a sequence. With a
+    cache, `num_keys` is rounded up to a power of 2, so that a growing cache is not routed again at every step. Under torch.compile all lengths,
+    and the batch sizes, are rounded up to a power of 8 instead, so that one graph serves many lengths. `dispatch.facts_of` returns the fields
+    for a call.
     """
 
     operation: Operation = field(converter=Operation)
@@ -188,7 +191,8 @@ class Capability:
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against `request`; empty if there is none.
 
-        All reasons are `incapable` except a missing gradient of lse. Only the backward pass knows whether lse has a gradient, so that is `policy`.
+        A missing gradient of lse is a `policy` reason, because only the backward pass knows whether lse has a gradient. All other reasons are
+        `incapable`.
         """
         found = []
         if self.device_types is not None and request.device_type not in self.device_types:
@@ -249,12 +253,12 @@ class NewRows(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Stores and functions with which a step emits the compressed blocks that it completes."""
+    """The stores and functions that a step needs to emit the compressed blocks that it completes."""
 
     store: Keys
     """The compressed keys and values, written in place."""
     raw: NewRows
-    """The ring of the tokens that unfinished blocks still need, and the step's rows. Blocks are computed from both; the ring itself is written
+    """The ring of the tokens that unfinished blocks still need, and the step's rows. Blocks are computed from both. The ring itself is written
     only if it is also among the `rows` of the call."""
     compress_k: Callable[[Tensor], Tensor]
     """phi of k: (B, C, l, G, D_k) -> (B, C, G, D_k)."""
@@ -269,21 +273,21 @@ class BranchBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name by which callers select it, unique per operation."""
+        """Return the name by which callers select the backend; names are unique per operation."""
 
     @property
     def operation(self) -> Operation:
-        """Return the operation that it implements."""
+        """Return the operation that the backend implements."""
 
     @property
     def capability(self) -> Capability:
-        """Return what it supports."""
+        """Return what the backend supports."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason against serving `request`, at once; empty: eligible."""
+        """Return all reasons against serving `request`, not only the first; an empty tuple means that the backend is eligible."""
 
     def preference(self, request: BranchRequest) -> int:
-        """Return the priority for `request`; "auto" takes the highest. The SDPA reference has 0."""
+        """Return the priority for `request`; "auto" takes the eligible backend with the highest. The SDPA reference has 0."""
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation; the protocols below list the operands and the result of each."""
@@ -320,7 +324,7 @@ class FusedBackend(BranchBackend, Protocol):
 
 
 class AppendBackend(BranchBackend, Protocol):
-    """The writing of a step into a cache: operation APPEND."""
+    """Writes a step into a cache: operation APPEND."""
 
     def __call__(
         self, rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, /, *, geometry: BlockGeometry
@@ -339,9 +343,9 @@ class ChooseBackend(BranchBackend, Protocol):
     ) -> Tensor:
         """Return int32 block_indices (rows, G, n), ascending, -1 after the last.
 
-        `positions` (rows,): the query's position in its sequence; -1 for a row without a query, which gets only -1. `scores` (rows, G, N)
-        are importances. With `factor` (rows, H), `scores` are (rows, H, N): the importance of a group is the sum over its heads of
-        factor * scores, where factor is 1 / L of un-normalised sums.
+        `positions` (rows,): the query's position in its sequence; -1 for a row without a query, which gets only -1. Without `factor`, `scores`
+        (rows, G, N) are importances. With `factor` (rows, H), `scores` (rows, H, N) are not normalised: factor is 1 / L, where L is the softmax
+        denominator of a head. The importance of a group is then the sum of factor * scores over its heads.
         """
 
 
@@ -349,9 +353,9 @@ class RotateBackend(BranchBackend, Protocol):
     """RoPE of a step over a cache: operation ROTATE."""
 
     def __call__(self, heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding, /) -> tuple[Tensor, ...]:
-        """Return each of `heads` (B, m, heads, D_k) rotated, in its dtype. Row i of sequence b is at position start[b] + i; start int32 (B,).
+        """Return each of `heads` (B, m, heads, D_k) after RoPE, in its dtype. Row i of sequence b is at position start[b] + i; start is int32 (B,).
 
-        Angles, cos and sin are float32, and so is the arithmetic of narrower dtypes. No gradient.
+        Angles, cos and sin are float32. The arithmetic is in at least float32. The results have no gradient.
         """
 
 
@@ -360,4 +364,4 @@ class NotingBackend(Protocol):
     """Optional protocol of a backend that tells users how it would serve a request, for example by a slower kernel than its fastest."""
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return sentences for the user on how it would serve `request`; empty if there is nothing to note."""
+        """Return sentences for the user on how the backend would serve `request`; empty if there is nothing to note."""

@@ -16,7 +16,7 @@ def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
 
 
 def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Return `keys` as plain rows `(N, T, G, D)`: gather pages, and multiply FP8 numbers by their scales to get keys in `dtype`."""
+    """Return `keys` as plain rows `(N, T, G, D)`: pages are gathered, and FP8 numbers are multiplied by their scales, to keys in `dtype`."""
     if keys.page_table is None and keys.k_scale is None:
         return keys
 
@@ -29,9 +29,9 @@ def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
 
 
 def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
-    """Call `compute` with every Keys as `keys_in_rows` and ragged rows as a padded batch of N sequences; return its results.
+    """Return the results of `compute`, which gets every Keys as plain rows, and ragged query rows as a padded batch of N sequences.
 
-    `compute` gets only the layouts DENSE, PACKED and CACHED. The results of ragged rows are ragged again. Gradients pass through.
+    So `compute` needs only the layouts DENSE, PACKED and CACHED. For ragged rows the results are ragged again. Gradients pass through.
     """
     queries, *others = operands
     others = [keys_in_rows(x, queries.q.dtype) if isinstance(x, Keys) else x for x in others]

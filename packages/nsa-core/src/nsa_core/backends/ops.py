@@ -1,6 +1,7 @@
-"""`attention_op`: declares an operation once, from two plain functions, as a custom op for torch.compile, FSDP and checkpointing.
+"""`attention_op` declares an operation as a custom op, which works with torch.compile, FSDP and checkpointing.
 
-The declaration generates the schema, the fake implementation, autograd, and the flattening of `Queries` and `Keys`.
+The caller writes two plain functions, forward and backward. From them `attention_op` makes the schema, the fake implementation and autograd,
+and it flattens `Queries` and `Keys`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ OPERANDS: dict[Operation, tuple[Any, ...]] = {
     Operation.WIN: (Queries, Keys),
     Operation.NSA: (Queries, Keys, Keys, Keys, Tensor),
 }
-"""The operands of each operation that can be declared."""
+"""Operation that can be declared -> types of its operands."""
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool: "bool"}
 
 
@@ -36,13 +37,13 @@ class Declared(NamedTuple):
 
 
 DECLARED: dict[str, Declared] = {}
-"""Every declared op. Each is registered once: torch 2.11 crashes when an op is deregistered and registered again."""
+"""Name -> declared op. Each op is registered only once, because torch 2.11 crashes when an op is deregistered and registered again."""
 
 REGISTER: dict[str, Callable[..., Any]] = {"fake": torch.library.register_fake, "backward": torch.library.register_autograd}
-"""What torch registers apart from dispatch keys, and how."""
+"""The registrations that are not for a dispatch key -> torch's function for each."""
 
 geometry_of = cache(BlockGeometry)
-"""Returns the `BlockGeometry` of the numbers of `as_tuple`; cached, because building one checks it."""
+"""Returns the `BlockGeometry` with the numbers of `as_tuple`; cached, because the constructor checks them each time."""
 
 
 def attention_op(
@@ -55,16 +56,16 @@ def attention_op(
 ) -> Callable[..., Any]:
     """Declare the custom op `name` ("package::op") of `operation`, and return the function that calls it.
 
-    The function takes the operands of `operation` (`OPERANDS`) and the keywords `geometry` and `scale`. It returns what the
-    protocol of the operation in `backends.base` does: BranchOutput, block_indices, or FusedOutput.
+    The function takes the operands of `operation` (`OPERANDS`) and the keywords `geometry` and `scale`. It returns the result that the
+    operation's protocol in `backends.base` has: BranchOutput, block_indices, or FusedOutput.
 
     Args:
         name: of the op; `name` + "_backward" is the op of the backward pass.
         forward: `forward(*operands, geometry=, scale=, needs_grad=)` returns the results in order and then, where `needs_grad`
             is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
-            for NSA of the gates. `grads` is (dout, dlse), each None if it has no gradient, or for NSA (dout,); `results` is what
-            `forward` returned, for NSA without out. Autograd records nothing in it. None: the operation has no gradient.
+            for NSA of the gates. `grads` is (dout, dlse), each None if it has no gradient, or for NSA (dout,). `results` is what
+            `forward` returned, for NSA without out. Autograd records nothing in it. If `backward` is None, the operation has no gradient.
         operation: the operation that the functions compute.
         saves: `saves(*operands, geometry=)` returns uninitialised tensors with the shapes and dtypes of what `forward` keeps for
             `backward` in addition to the results. `backward` gets them after the results, without those that are None.
@@ -81,7 +82,7 @@ def attention_op(
     result = FusedOutput if operation is Operation.NSA else BranchOutput
 
     def returns(found: Any) -> Any:
-        """Return what `forward` gave, in the order and the types of the schema."""
+        """Return the results of `forward` in the order and the types of the schema."""
         if is_choice:
             return found
         return (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
@@ -116,7 +117,7 @@ def attention_op(
     def call(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
         flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
         needs_grad = backward is not None and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
-        # without gradients the op skips autograd; a traced graph cannot skip it
+        # without gradients the call skips autograd; a traced graph cannot skip it
         run = op if needs_grad or torch.compiler.is_compiling() else below_autograd
         found = run(*flat, list(geometry.as_tuple()), scale, needs_grad)
         return found if is_choice else result(found[0], found[1])
@@ -150,12 +151,12 @@ def _grouped(operation: Operation, flat: Sequence[Any]) -> list[Any]:
 def declare_op(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, dispatch_key: str = "CompositeExplicitAutograd"
 ) -> Any:
-    """Return the op `name` with its implementation, for every device unless `dispatch_key` says otherwise, and its fake.
+    """Declare the op `name` and return it. `run` implements it for `dispatch_key` (by default for every device), `fake` for fake tensors.
 
-    Both replace those of an earlier declaration; torch registers the op once per process, even if a package is imported again.
+    `run` and `fake` replace those of an earlier declaration. torch registers the op once per process, even if a package is imported again.
 
     Raises:
-        InputError: if it was declared with another schema, or its name has no namespace.
+        InputError: if the op was declared with another schema, or its name has no namespace.
     """
     namespace, _, op_name = name.partition("::")
     if not (namespace and op_name):

@@ -33,7 +33,7 @@ class Candidate:
     preference: int
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
-    """Sentences for the user on how it serves the request; they do not count against it."""
+    """Sentences for the user on how the backend serves the request; they do not count against it."""
 
     @property
     def is_eligible(self) -> bool:
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def is_capable(self) -> bool:
-        """Return True if it can run, regardless of policy."""
+        """Return True if the backend can run the request; policy reasons do not count."""
         return all(reason.kind is ReasonKind.POLICY for reason in self.reasons)
 
 
@@ -54,7 +54,7 @@ class RoutingDecision:
     backend: str
     """The requested backend: "auto" or a name."""
     chosen: str | None
-    """The name of the backend that serves it; None if none does."""
+    """The name of the backend that serves the request; None if none does."""
     candidates: tuple[Candidate, ...]
     """Every backend of the operation, most preferred first."""
 
@@ -96,7 +96,7 @@ class BackendRegistry:
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
-        """Called whenever a call chooses a backend, also if the choice is cached."""
+        """Functions that are called whenever a call chooses a backend, also if the choice is cached."""
         self._routes: dict[tuple[Any, ...], tuple[int, BranchRequest]] = {}
         self._indices: dict[tuple[str, Operation | str], int] = {}
         self._warned: set[int] = set()
@@ -141,7 +141,7 @@ class BackendRegistry:
         )
 
     def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
-        """Return the decision for `request` and every reason behind it. It raises nothing if no backend serves: `chosen` is then None."""
+        """Return the decision for `request` with all reasons. If no backend serves the request, `chosen` is None; no error is raised."""
         found = [
             evolve(_candidate(known, request), notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else ())
             for known in self._by_preference(request)
@@ -159,7 +159,7 @@ class BackendRegistry:
         """Return the backend that serves `request`.
 
         Raises:
-            BackendUnavailableError: if `backend` is unknown or incapable, or "auto" finds none; with all reasons.
+            BackendUnavailableError: if `backend` is unknown or incapable, or "auto" finds none; the message lists all reasons.
         """
         return self.backends[self._choice(request, backend, optional=False)[0]]
 
@@ -167,16 +167,17 @@ class BackendRegistry:
     def resolve_index(self, backend: str, optional: bool, **facts: Any) -> int:
         """Return the index in `backends` of the choice for a request, and call the observers.
 
-        Takes and returns constants only, so that a compiled graph can call it while it is traced; observers are called then. `facts`:
-        the fields of a BranchRequest, with the geometry as a tuple; compute_capability and deterministic are read from torch.
-        `optional`: return -1 instead of an error if "auto" finds no eligible backend.
+        It takes and returns constants only, so torch.compile can call it while it traces a graph; observers are called only then. `facts`:
+        the fields of a BranchRequest, with the geometry as a tuple; compute_capability and deterministic are read from torch. `optional`:
+        if "auto" finds no eligible backend, return -1 instead of raising an error.
         """
         return self.route((backend, *facts.values()), backend, optional, lambda: facts)
 
     def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
-        """Return `resolve_index` of `facts()`. Calls with equal keys share one choice: `facts` is called for the first of them, observers for all.
+        """Return what `resolve_index` returns for `facts()`. Calls with equal keys share one choice.
 
-        A key holds `backend` and all that `facts` reads, except torch's deterministic flag, which is added here. `register` forgets all choices.
+        Only the first of them calls `facts`; all of them call the observers.
+        A key must hold `backend` and all that `facts` reads, except torch's deterministic flag, which is added here. `register` clears all choices.
         """
         key = torch.are_deterministic_algorithms_enabled(), optional, key
         found = self._routes.get(key)
@@ -188,12 +189,12 @@ class BackendRegistry:
         return index
 
     def _choice(self, request: BranchRequest, backend: str, optional: bool) -> tuple[int, BranchRequest]:
-        """Return the index of the choice for `request`, and the request."""
+        """Return the index of the chosen backend in `backends`, and `request`."""
         key = backend, optional, request
         return self._routes.get(key) or self._remember(key, (self._choose(request, backend, optional), request))
 
     def _remember(self, key: tuple[Any, ...], found: tuple[int, BranchRequest]) -> tuple[int, BranchRequest]:
-        """Return `found`, which is from now on the choice for `key`."""
+        """Store `found` as the choice for `key`, and return it."""
         if len(self._routes) >= MAX_ROUTES:
             self._routes.clear()
         self._routes[key] = found
@@ -203,7 +204,7 @@ class BackendRegistry:
         if backend != AUTO:
             self.named(request.operation, backend)
         for known in self._by_preference(request):
-            # backends after the one that serves are not asked: some compile a kernel to answer
+            # the loop ends at the first backend that serves, because some backends compile a kernel to answer
             if backend in (AUTO, known.name):
                 candidate = _candidate(known, request)
                 if candidate.is_eligible or (candidate.is_capable and backend != AUTO):
@@ -238,7 +239,7 @@ def _candidate(known: BranchBackend, request: BranchRequest) -> Candidate:
 
 
 def _request_of(geometry: tuple[int, ...], device_index: int, **fields: Any) -> BranchRequest:
-    """Return the request of the constants of a call; compute capability and determinism are read from torch."""
+    """Return the request that the constants of a call describe; compute capability and determinism are read from torch."""
     return BranchRequest(
         geometry=BlockGeometry(*geometry),
         compute_capability=torch.cuda.get_device_capability(device_index) if fields["device_type"] == "cuda" else None,

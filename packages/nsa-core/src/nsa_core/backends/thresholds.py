@@ -1,4 +1,4 @@
-"""Measured thresholds on disk: the length from which on a backend is faster than another. `nsa-bench thresholds --write` writes them."""
+"""Measured thresholds in a file: the length from which one backend is faster than another. `nsa-bench thresholds --write` writes the file."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ DIRECTIONS = {"fwd": False, "fwd+bwd": True}
 GEOMETRY_SIZES = 5
 """Sizes in the text of a geometry: l/d/l'/n/w."""
 SIZES_READ = {Operation.CMP: slice(2), Operation.WIN: slice(4, 5)}
-"""The sizes of a geometry that an operation depends on; those that are not here depend on all."""
+"""The sizes of a geometry that an operation depends on; an operation that is missing here depends on all of them."""
 
 
 def user_file() -> Path:
@@ -26,7 +26,7 @@ def user_file() -> Path:
 
 @frozen(kw_only=True)
 class MinLength:
-    """The length from which on `backend` was measured to be faster than `against`, for one GPU, direction and shape of heads."""
+    """The measured length from which `backend` is faster than `against`, for one GPU, direction and shape of heads."""
 
     compute_capability: tuple[int, int] | None
     operation: Operation
@@ -42,7 +42,7 @@ class MinLength:
     backend: str
     against: str
     min_length: int | None
-    """In tokens; None if it was faster at no length up to `max_length`."""
+    """In tokens; None if `backend` was faster at no length up to `max_length`."""
     max_length: int
     """The longest length that was measured."""
 
@@ -75,7 +75,7 @@ class ThresholdTable:
 
 
 def read_table(path: Path) -> ThresholdTable:
-    """Return the table in `path`. A file that cannot be used raises nothing: it is the `problem` of an empty table."""
+    """Return the table in `path`. For a file that cannot be used, no error is raised: the table is empty, and its `problem` says why."""
     try:
         text = path.read_text(encoding="utf-8")
         return ThresholdTable(entries=_entries_of(json.loads(text)))
@@ -86,13 +86,13 @@ def read_table(path: Path) -> ThresholdTable:
     except (KeyError, TypeError, AttributeError) as error:
         why = f"has a damaged row ({type(error).__name__}: {error})"
     except (ValueError, RecursionError) as error:
-        # text that is not UTF-8 or not JSON included
+        # also text that is not UTF-8 or not JSON
         why = f"is damaged or no table of thresholds ({error})"
     return ThresholdTable(problem=f"{path} {why}; remove it, and write it again by `nsa-bench thresholds --write`")
 
 
 table_of = cache(read_table)
-"""Returns the table in a path as it was when the process first asked."""
+"""Returns the table in a path; a process reads each path only once."""
 
 
 def _entries_of(content: Any) -> tuple[MinLength, ...]:

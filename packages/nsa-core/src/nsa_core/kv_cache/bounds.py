@@ -1,4 +1,4 @@
-"""How many tokens each sequence holds, and how far a crop may go back: bounds on the host, or exact numbers on the device."""
+"""The number of tokens of each sequence, and how many of them a crop may remove: bounds on the host, or exact numbers on the device."""
 
 import torch
 from torch import Tensor
@@ -14,19 +14,20 @@ class HostBounds:
         self.held = torch.zeros(batch_size, dtype=torch.int64, device="cpu")
         """int64 (B,): upper bound on the tokens of each sequence."""
         self.depth = torch.zeros_like(self.held)
-        """int64 (B,): upper bound on the tokens by which the rings have run ahead of each sequence. A crop raises it, new tokens lower it; a crop
-        may remove `max_rollback` tokens less this number."""
+        """int64 (B,): upper bound on how many tokens the rings have seen beyond the length of each sequence. A crop raises it, new tokens lower
+        it. A crop may remove up to `max_rollback` minus this number."""
         self.planned = torch.zeros(2, batch_size, dtype=torch.int64, device="cpu")
         """int64 (2, B): `held` and `depth` after the step that has begun."""
 
     def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:
-        """Plan a step that adds `num_queries` tokens, or `query_count` int32 `(B,)` of them where the host may read that; return the longest length.
+        """Plan a step that adds `num_queries` tokens to each sequence, and return the largest length after it.
 
-        `in_place`: the rings take the tokens at once, so `depth` counts them even if the step fails before its end. In a traced graph the
-        lengths are counted when the graph runs, and 0 is returned.
+        `query_count` int32 `(B,)`: how many of the tokens are valid; used only if it is on a CPU. `in_place`: the tokens are written into the
+        rings at once, so `depth` counts them even if the step fails before its end. In a traced graph the lengths are counted when the graph
+        runs, and 0 is returned.
 
         Raises:
-            CacheOverflowError: for a sequence longer than `max_seqlen`. Nothing changes then.
+            CacheOverflowError: if a sequence would become longer than `max_seqlen`. Nothing changes then.
         """
         is_exact = query_count is None or query_count.device.type == "cpu"
         count = _count_in_graph if torch.compiler.is_compiling() else count_step
@@ -39,15 +40,15 @@ class HostBounds:
         self.depth.copy_(self.planned[1])
 
     def check_crop(self, counts: Tensor, max_rollback: int) -> None:
-        """Check that `counts` int64 `(B,)` tokens may be taken back, on the host.
+        """Check on the host that the last `counts` int64 `(B,)` tokens may be removed.
 
         Raises:
-            CacheOverflowError: for more than are held, or than the rings remember.
+            CacheOverflowError: for more tokens than a sequence holds, or than `max_rollback` allows.
         """
         check_crop(counts.cpu(), self.held, self.depth, max_rollback)
 
     def crop(self, counts: Tensor) -> None:
-        """Take `counts` int64 `(B,)` tokens back, on the host."""
+        """Count on the host that the last `counts` int64 `(B,)` tokens are removed."""
         counts = counts.cpu()
         self.held.sub_(counts)
         self.depth.add_(counts)
@@ -57,7 +58,7 @@ class HostBounds:
         return None
 
     def reorder(self, indices: Tensor) -> None:
-        """Take the bounds of the sequences at `indices`. Indices on a GPU are not read: every sequence then gets the largest bound."""
+        """Replace the bounds by those of the sequences at `indices`. Indices on a GPU are not read: every sequence then gets the largest bound."""
         if indices.device.type == "cpu":
             self.held, self.depth = self.held[indices.long()], self.depth[indices.long()]
         else:
@@ -84,7 +85,7 @@ def count_step(
     in_place: bool,
     max_seqlen: int,
 ) -> None:
-    """Write into `planned` what `held` and `depth` are after a step; see `HostBounds.begin`."""
+    """Write `held` and `depth` as they are after a step into `planned`; see `HostBounds.begin`."""
     counts = torch.full_like(held, num_queries) if query_count is None else query_count.long()
     grown = held + counts
     if bool((grown > max_seqlen).any()):
@@ -94,7 +95,7 @@ def count_step(
             f"build it with new_cache({held.shape[0]}, {longest}) or append at most {max_seqlen - int(held[where])}"
         )
     planned[0] = grown
-    # a count that is not read may be 0, and then restores nothing of the rollback
+    # a count that is not read may be 0, so it must not raise the number of tokens that a crop may remove
     planned[1] = (depth - counts).clamp(min=0) if is_exact else depth
     if in_place:
         depth.copy_(torch.maximum(depth, counts))
@@ -105,18 +106,18 @@ _count_in_graph.register_fake(lambda *_: None)
 
 
 LOST = 2**31 - 1
-"""The value in `DeviceBounds.reached` of a sequence that lost tokens below `max_seqlen`, at the end of its pages."""
+"""Value of `DeviceBounds.reached` that marks a sequence as overflowed in a paged cache, and in a step that is not in place."""
 
 
 class DeviceBounds:
-    """Bounds of a static cache: tensors on its device, changed in place, so that a captured step finds them where they were."""
+    """Bounds of a static cache: tensors on its device that are changed only in place, because a captured step reads them by address."""
 
     def __init__(self, lengths: Tensor, max_seqlen: int) -> None:
-        """Start with empty sequences; `lengths` int32 `(B,)` are the cache's own, and none grows beyond `max_seqlen`."""
+        """Start with empty sequences. `lengths` int32 `(B,)` is the cache's own tensor; no length grows beyond `max_seqlen`."""
         self.lengths, self.max_seqlen = lengths, max_seqlen
         self.reached = torch.zeros_like(lengths)
-        """int32 (B,): the largest length of each sequence that the rings have seen; a crop does not lower it. Above `max_seqlen` if the
-        sequence lost tokens because they did not fit."""
+        """int32 (B,): the largest length of each sequence that the rings have seen; a crop does not lower it. A value above `max_seqlen` marks
+        a sequence that lost tokens because they did not fit."""
 
     @property
     def overflowed(self) -> Tensor:
@@ -128,7 +129,7 @@ class DeviceBounds:
 
         Lengths up to `max_seqlen` fit; with pages, also up to `limit` `(B,)`.
         """
-        # each of these operations delays a step
+        # few operations, because each of them delays a step
         end = self.lengths + wanted
         if limit is None:
             added = end.clamp(max=self.max_seqlen).sub_(self.lengths)
@@ -142,14 +143,14 @@ class DeviceBounds:
         return added
 
     def end(self) -> None:
-        """Record that the rings have the step's tokens; call it after the lengths are advanced. For a step in place, `begin` did it."""
+        """Record that the rings hold the step's tokens; call it after the lengths are advanced. For a step in place, `begin` has done it."""
         self.reached.clamp_(min=self.lengths)
 
     def check_crop(self, counts: Tensor, max_rollback: int) -> None:
-        """Check that `counts` int64 `(B,)` tokens may be taken back; waits for the device.
+        """Check that the last `counts` int64 `(B,)` tokens may be removed; waits for the device.
 
         Raises:
-            CacheOverflowError: for more than are held, or than the rings remember, or where a sequence lost tokens.
+            CacheOverflowError: for more tokens than a sequence holds, or than `max_rollback` allows, or if any sequence lost tokens.
         """
         lost = self.lost()
         if lost is not None:
@@ -160,7 +161,7 @@ class DeviceBounds:
         """Do nothing: the lengths on the device are the bounds."""
 
     def lost(self, indices: Tensor | None = None) -> CacheOverflowError | None:
-        """Return an error that names the sequences among `indices` (None: all) that lost tokens, None without any; waits for the device."""
+        """Return an error that names the sequences among `indices` (None: all) that lost tokens, or None if none did; waits for the device."""
         marked = self.overflowed
         if indices is not None:
             marked = torch.zeros_like(marked).index_fill(0, indices, True) & marked
@@ -172,7 +173,7 @@ class DeviceBounds:
         )
 
     def reorder(self, indices: Tensor) -> None:
-        """Take the bounds of the sequences at `indices`, one for each."""
+        """Replace the bounds by those of the sequences at `indices` `(B,)`."""
         self.reached.copy_(self.reached.index_select(0, indices))
 
     def reset(self, indices: Tensor | None) -> None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
-    """Count a step on the host, and grow the stores if it does not fit. A traced graph ends here.
+    """Count a step on the host, and grow the stores if it does not fit. torch.compile breaks the graph here.
 
     Raises:
-        CacheOverflowError: if a sequence may outgrow `max_seqlen`.
+        CacheOverflowError: if a sequence may become longer than `max_seqlen`, or if its pages have no room.
         InputError: if a CUDA graph captures the step.
     """
     bounds, stores = cache.bounds, cache.stores
@@ -35,7 +35,7 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
         room = cache.pages.limits(bounds.held, cache.config.geometry)
         grown = bounds.held + counts
         short = (counts > 0) & (grown > room)
-        # no reservation helps beyond max_seqlen, which the bounds refuse below
+        # beyond max_seqlen no reservation helps; the bounds refuse that below
         if bool(short.any()) and int(grown.max()) <= cache.max_seqlen:
             b = int(short.int().argmax())
             raise CacheOverflowError(

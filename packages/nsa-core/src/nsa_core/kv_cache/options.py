@@ -10,7 +10,7 @@ from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
 
 
 class CacheOptions(NamedTuple):
-    """How an `NSACache` stores tokens and runs steps; the keywords of a layer's `new_cache`. `torch.compile` traces a named tuple.
+    """How an `NSACache` stores tokens and runs steps: the keywords of a layer's `new_cache`. A named tuple, because torch.compile traces those.
 
     By default the stores grow by doubling. A `static` cache is allocated at once and keeps no state on the host, so that CUDA graphs may
     capture its steps. It drops tokens that do not fit and sets a flag on the device, which `NSACache.check` reads.
@@ -23,14 +23,14 @@ class CacheOptions(NamedTuple):
     num_pages: int | None = None
     """Pages of the cache; None: enough for `max_seqlen` tokens of every sequence."""
     kv_dtype: torch.dtype | None = None
-    """`torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per token and KV head;
-    phi and the choice of blocks read unconverted values."""
+    """`torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per token and KV head.
+    phi and the choice of blocks read keys and values that were never converted. None: no conversion."""
     max_rollback: int = DEFAULT_MAX_ROLLBACK
     """Number of tokens that `crop` may remove."""
     keep_raw: bool = False
     """Keep every raw token, so that `crop` may remove any number of tokens."""
     count_reads: bool = True
-    """Count the tokens that each step reads, where all three branches exist."""
+    """Count the keys that each step reads (`NSACache.last_reads`); only in a layer with all three branches."""
     step_graphs: bool | None = None
     """True: the layer captures the steps as CUDA graphs and replays them; see `NSACache.graphs`. Only for a static cache on a GPU; a capture
     that fails raises an error. None: as True for a static cache on a GPU, but a capture that fails gives a warning, and steps run eagerly."""
@@ -45,7 +45,7 @@ class CacheOptions(NamedTuple):
         return (self.static and torch.device(device).type == "cuda") if self.step_graphs is None else self.step_graphs
 
     def check(self, batch_size: int, max_seqlen: int | None, device: torch.device | str) -> None:
-        """Raise InputError for sizes below 1 (batch_size, max_rollback: below 0) or no integers, and for options that do not go together."""
+        """Raise InputError for sizes that are not integers or below 1 (batch_size, max_rollback: below 0), and for options that do not match."""
         is_size = (
             checks.is_size(batch_size, 0) and (max_seqlen is None or checks.is_size(max_seqlen, 1)) and checks.is_size(self.max_rollback, 0)
         )

@@ -16,14 +16,14 @@ from nsa_core.varlen import compressed_lengths
 
 
 def _number(page: SupportsIndex) -> int:
-    """Return a page's number; a bool is none."""
+    """Return a page's number as an int; raise TypeError for a bool, and for anything else that is no integer."""
     if isinstance(page, bool):
         raise TypeError
     return index(page)
 
 
 class Copies(NamedTuple):
-    """Pages to copy before they are written: other sequences read the old ones."""
+    """Pages to copy before a step writes them, page old[i] to page new[i]: other sequences read the old pages."""
 
     old: list[int]
     new: list[int]
@@ -38,7 +38,7 @@ class PageTable:
         self.table = torch.full((batch_size, -(-max_seqlen // page_size)), -1, dtype=torch.int32, device=device)
         """int32 (B, max_pages): the pages of each sequence in order, -1 after the last."""
         self.extents = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
-        """int32 (2, B): the number of tokens that the pages of each sequence can hold, and the same up to its last shared page."""
+        """int32 (2, B). Row 0: how many tokens the pages of each sequence hold. Row 1: the tokens up to the end of its last shared page, or 0."""
         self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32, device="cpu")
         self._pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._num_readers = [0] * num_pages
@@ -54,7 +54,7 @@ class PageTable:
         return tuple(self._pages[self._checked(sequence)])
 
     def limits(self, lengths: Tensor, geometry: BlockGeometry) -> Tensor:
-        """Return the lengths up to which sequences of `lengths` `(B,)` may grow; 0 if a step would write a shared page.
+        """Return `(B,)`: the length up to which each sequence may grow from `lengths` `(B,)`; 0 if a step would write a shared page.
 
         A step writes tokens from `lengths` on, and blocks that are not complete yet.
         """
@@ -66,12 +66,12 @@ class PageTable:
         """Assign pages to a sequence that has none, in the order of its tokens; pages of other sequences become shared.
 
         Raises:
-            InputError: for a sequence that has pages, or pages that are no integers or beyond the stores, or one named twice.
+            InputError: for a sequence that has pages already; for pages that are not integers, beyond the stores, named twice or too many.
         """
         if self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
         try:
-            # a tensor's numbers become the host's, which counts the readers of each page
+            # numbers in a tensor become Python integers, because the host counts the readers of each page
             pages = [_number(page) for page in pages]
         except TypeError:
             raise InputError(f"pages={pages!r:.120} is no list of integers (they number pages); use [0, 1]") from None
@@ -82,7 +82,7 @@ class PageTable:
         self._replace(sequence, pages)
 
     def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
-        """Give a sequence pages for `num_tokens` tokens, unshared from its page number `first` on; return the pages to copy.
+        """Give a sequence pages for `num_tokens` tokens, and return the pages to copy. Its pages from index `first` on are no longer shared.
 
         Raises:
             CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
@@ -113,14 +113,14 @@ class PageTable:
         """Free the pages of a sequence; pages that others share stay with them.
 
         Raises:
-            InputError: if it has none, as after a first `free`.
+            InputError: if it has no pages, for example because they were freed before.
         """
         if not self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has no pages (they are freed once); drop the second free")
         self._replace(sequence, [])
 
     def reorder(self, sources: Sequence[int | None]) -> None:
-        """Replace the sequences by those of `sources`; None is one without pages. Sequences from the same source share its pages."""
+        """Replace the sequences by the ones at the indices `sources`; None gives a sequence without pages. Copies of one source share its pages."""
         self._pages = [[] if source is None else list(self._pages[source]) for source in sources]
         readers = Counter(page for have in self._pages for page in have)
         self._num_readers = [readers[page] for page in range(self.num_pages)]
@@ -135,7 +135,7 @@ class PageTable:
         self._write_extents(range(len(sources)))
 
     def _replace(self, sequence: int, pages: list[int]) -> None:
-        """Store the pages of one sequence, and update what depends on them."""
+        """Replace the pages of one sequence, and update the table, the free pages and the extents."""
         had = self._pages[sequence]
         self._pages[sequence] = pages
         gone, new = set(had).difference(pages), set(pages).difference(had)
@@ -145,7 +145,7 @@ class PageTable:
         self._free -= new
         self._free |= {page for page in gone if not self._num_readers[page]}
         self.table[sequence].copy_(torch.tensor(self._row(sequence), dtype=torch.int32, device="cpu"), non_blocking=True)
-        # one reader more or less may start or end the sharing of a page, which changes the extents of its other readers
+        # a new or a removed reader may start or end the sharing of a page, which changes the extents of its other readers
         is_shared = any(self._num_readers[page] for page in gone) or any(self._num_readers[page] > 1 for page in new)
         self._write_extents(range(len(self._pages)) if is_shared else (sequence,))
 

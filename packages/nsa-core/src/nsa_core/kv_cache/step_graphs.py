@@ -1,7 +1,8 @@
-"""CUDA graphs of the steps of static caches, captured and replayed by the ordinary call of a layer, or of a model of several.
+"""CUDA graphs of the steps of static caches. An ordinary call of a layer, or of a model of several layers, captures and replays them.
 
-The first step of a form runs eagerly, which compiles and loads its kernels. The second is captured, which runs nothing, and replayed. A graph
-reads weights and stores by address, and keeps the kernels of its capture. If one of these changes, all graphs are dropped.
+The first step of a form (shape, dtype, stream and so on) runs eagerly, so that its kernels are compiled and loaded. The second is captured,
+which runs no kernel, and then replayed. A graph reads weights and stores by address, and keeps the kernels that were captured. If a weight,
+a store or a setting changes, all graphs are dropped.
 """
 
 import warnings
@@ -23,25 +24,25 @@ from nsa_core.kv_cache.streams import NUM_SIDE_STREAMS, is_captured, side_stream
 MOST_FORMS = 4
 """Forms of steps that a cache keeps, captured or seen once; the least recently used one is dropped first."""
 MOST_ROWS = 16
-"""Most rows of a sequence in a captured step. In longer steps kernels take longer than their launches, and graphs take much memory."""
+"""Maximum number of rows per sequence in a captured step. In longer steps kernels take longer than their launches, and graphs take much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 SETTINGS = ("config", "registry", "telemetry")
 """Attributes of a module that decide what its forward does."""
 PARTS = ("bounds", "stores", "pages")
 """Attributes of a cache that hold tensors."""
 KNOWN = ("nsa_core", "torch")
-"""Packages whose modules a graph may hold: what their forward does follows from tensors and from what `_Wiring` compares. An adapter's module may
-have a switch or a factor of its own, which a replay would not notice."""
+"""Packages whose modules a graph may hold: their forward depends only on tensors and on what `_Wiring` compares. An adapter's module may have a
+switch or a factor of its own; a replay would not notice that it changed."""
 
 Forward = Callable[[Tensor, Tensor | None], Tensor]
-"""A step: the output `(B, m, hidden_size)` of x of the same shape, and of the query_count int32 (B,), if there is one."""
+"""A function that runs a step: takes x `(B, m, hidden_size)` and query_count int32 (B,) or None, and returns the output, of x's shape."""
 
 
 class Capture(Protocol):
     """One captured step."""
 
     def capture(self, body: Callable[[], Tensor], x: Tensor) -> Tensor:
-        """Return the tensor into which `replay` writes what `body` returns; nothing runs yet. `x` is the step's input."""
+        """Capture `body`, without running its kernels, and return the tensor into which `replay` writes its result. `x` is the step's input."""
         ...
 
     def replay(self) -> None:
@@ -56,20 +57,20 @@ class CudaCapture:
         self.graph = torch.cuda.CUDAGraph()
 
     def capture(self, body: Callable[[], Tensor], x: Tensor) -> Tensor:
-        """Capture `body` on a side stream of the current one, which all graphs of steps on that stream share with its workspaces of cuBLAS."""
+        """Capture `body` on a side stream. All graphs of one current stream use the same side stream, so they share its cuBLAS workspaces."""
         with torch.cuda.device(x.device):
             current = torch.cuda.current_stream()
             stream = side_stream(current, NUM_SIDE_STREAMS)
             _load_products(x, stream)
             try:
-                # another thread may go on with what a capture forbids
+                # thread_local: other threads may still make the calls that a capture forbids
                 with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                     return body()
             except BaseException:
                 _free_generator(x, stream)
                 raise
             finally:
-                # where a capture fails, torch raises before it leaves the stream
+                # if a capture fails, torch raises before it leaves the side stream
                 torch.cuda.set_stream(current)
 
     def replay(self) -> None:
@@ -78,14 +79,14 @@ class CudaCapture:
 
 
 def _free_generator(x: Tensor, stream: torch.cuda.Stream) -> None:
-    """Capture an addition, after a capture that failed: torch leaves its random generator in that one, and then refuses every draw."""
-    # the error that is raised is the first one
+    """Capture an addition after a failed capture. torch leaves its random generator in the failed capture, where it refuses every draw."""
+    # errors here are dropped, so that the caller gets the error of the failed capture
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         x + 1
 
 
 def _load_products(x: Tensor, stream: torch.cuda.Stream) -> None:
-    """Multiply on the stream of a capture and its side streams, so that their workspaces of cuBLAS lie outside the graph's pool."""
+    """Run a product on the stream of a capture and on its side streams, so that cuBLAS allocates their workspaces outside the graph's pool."""
     rows = x.flatten(0, 1)
     for each in (stream, *(side_stream(stream, number) for number in range(NUM_SIDE_STREAMS))):
         each.wait_stream(torch.cuda.current_stream())
@@ -95,7 +96,10 @@ def _load_products(x: Tensor, stream: torch.cuda.Stream) -> None:
 
 
 class _Entries:
-    """Values that must not change: `owners[i][names[i]]`, at the same address if it is a tensor. A step compares them in C."""
+    """Values that must not change: `owners[i][names[i]]` stays the same object, a tensor also at the same address.
+
+    Every step compares them, so the comparison uses functions that run in C.
+    """
 
     def __init__(self) -> None:
         self.owners: list[dict[str, Any]] = []
@@ -105,7 +109,7 @@ class _Entries:
         self.addresses: list[int] = []
 
     def add(self, owner: dict[str, Any], name: str) -> None:
-        """Note the value of `owner[name]`; None where there is none."""
+        """Note the value of `owner[name]`, or None if there is no such entry."""
         value = owner.get(name)
         self.owners.append(owner)
         self.names.append(name)
@@ -115,7 +119,7 @@ class _Entries:
             self.addresses.append(value.data_ptr())
 
     def hold(self, owners: Iterable[dict[str, Any]] | None = None) -> bool:
-        """Return True if all are as they were; `owners`: in place of the noted ones."""
+        """Return True if no value has changed. `owners`, if given, replaces the owners that `add` noted."""
         found = map(dict.get, self.owners if owners is None else owners, self.names)
         return all(map(is_, found, self.values)) and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
 
@@ -123,7 +127,7 @@ class _Entries:
 class _Wiring:
     """The tensors of a module and its caches that graphs read by address, and the settings that decide their kernels.
 
-    It keeps the weights: a graph may not outlive them.
+    It holds references to the weights, because a graph must not outlive them.
     """
 
     def __init__(self, module: nn.Module, caches: Sequence[Any], known: tuple[str, ...]) -> None:
@@ -144,13 +148,13 @@ class _Wiring:
             for name in owner:
                 self.entries.add(owner, name)
         weights = [x for owner in (part._parameters, part._buffers) for x in owner.values() if x is not None]
-        # a shard, or a weight that comes when its module is called, has no address that a graph may keep
+        # a shard, and a weight that is loaded only when its module is called, have no fixed address that a graph could keep
         are_whole = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in weights)
         is_known = is_own or type(part).__module__.partition(".")[0] in known
         return is_known and are_whole and not part.training and "forward" not in state and state.get("telemetry") is None
 
     def _note_cache(self, cache: Any) -> _Entries:
-        """Note the tensors of the parts of `cache`; return its own attributes by name, since it keeps its graphs and they do not keep it."""
+        """Note the tensors of the parts of `cache`, and return its own attributes by name, without a reference to `cache`, which holds the graphs."""
         own, state = _Entries(), vars(cache)
         for name in (*(name for name, value in state.items() if isinstance(value, Tensor)), *PARTS, "read_counter"):
             own.add(state, name)
@@ -164,7 +168,7 @@ class _Wiring:
         return own
 
     def holds(self, module: nn.Module, caches: Sequence[Any]) -> bool:
-        """Return True if all of it is as it was, and `module` is the same."""
+        """Return True if `module` is the same, and no noted value has changed."""
         if self.module() is not module or len(caches) != len(self.of_caches):
             return False
         return all(entries.hold(repeat(vars(cache))) for entries, cache in zip(self.of_caches, caches, strict=True)) and self.entries.hold()
@@ -184,7 +188,7 @@ class _Graph(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one cache, or of those of a model's layers, by form of step. They hold no reference to the caches."""
+    """The captured steps of one cache, or of the caches of a model's layers: one graph per form of step. It holds no reference to the caches."""
 
     def __init__(
         self, make_capture: Callable[[], Capture] = CudaCapture, *, may_fail: bool = False, known: tuple[str, ...] = KNOWN
@@ -197,17 +201,18 @@ class StepGraphs:
         self.make_capture, self.may_fail, self.known = make_capture, may_fail, known
         self.has_failed = False
         self.forms: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
-        """None for a form that ran eagerly once."""
+        """Form of step -> its graph; None if the form ran eagerly once."""
         self._wiring: _Wiring | None = None
 
     def __reduce__(self) -> tuple[Callable[..., "StepGraphs"], tuple[()]]:
-        """Return what copies and unpickles as a value without graphs: they read the tensors of this cache, and hold the layer's weights."""
+        """Let copies and unpickled objects start without graphs, because graphs read the tensors of this cache and hold the layer's weights."""
         return partial(StepGraphs, self.make_capture, may_fail=self.may_fail, known=self.known), ()
 
     def run(self, module: nn.Module, caches: Sequence[Any], x: Tensor, query_count: Tensor | None, forward: Forward) -> Tensor:
-        """Return `forward(x, query_count)`, the step of `module` over the static `caches`, by a graph where one may replace it.
+        """Return `forward(x, query_count)`, the step of `module` over the static `caches`; if possible, replay a graph instead of the call.
 
-        x is made contiguous in every step that a graph may replace, because a product with a bias rounds differently for rows that are not.
+        x is made contiguous in every step that a graph may replace, because a product with a bias rounds differently for rows that are not
+        contiguous.
         """
         if self.has_failed or not _may_replace(x, query_count):
             return forward(x, query_count)
@@ -217,7 +222,7 @@ class StepGraphs:
         if not self._wiring.may_capture():
             self.forms.clear()
             return forward(x, query_count)
-        # graphs of one stream share workspaces of cuBLAS, so a step on another stream has a graph of its own
+        # graphs of one stream share cuBLAS workspaces, so a step on another stream needs its own graph
         stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
         key = x.shape, x.dtype, stream, query_count is None, torch.are_deterministic_algorithms_enabled()
         if key not in self.forms:
@@ -237,12 +242,12 @@ class StepGraphs:
         if graph.query_count is not None and query_count is not None:
             graph.query_count.copy_(query_count, non_blocking=True)
         graph.capture.replay()
-        # the next replay writes into the graph's own
+        # the next replay overwrites graph.out
         return graph.out.clone()
 
     def _captured(self, caches: Sequence[Any], x: Tensor, query_count: Tensor | None, forward: Forward) -> _Graph | None:
-        """Return the captured step; None if it could not be captured and `may_fail`."""
-        # a tensor made in inference mode takes no copy outside of it
+        """Return the captured step; None if the capture failed and `may_fail` is True."""
+        # a tensor made in inference mode cannot be written outside of it
         with torch.inference_mode(False):
             static_x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
             static_count = None if query_count is None else torch.zeros(query_count.shape, dtype=torch.int32, device=x.device)
@@ -262,13 +267,13 @@ class StepGraphs:
             return None
         for cache in caches:
             if getattr(cache, "read_counter", None) is not None:
-                # it would keep memory of the graph
+                # the counter holds tensors in the graph's memory
                 cache.read_counter.forget()
         return _Graph(capture, static_x, static_count, out)
 
 
 def _may_replace(x: Tensor, query_count: Tensor | None) -> bool:
-    """Return True for a step of few rows of plain tensors, outside gradients, autocast, a traced graph and a user's capture."""
+    """Return True for a step of 1 to MOST_ROWS rows of plain tensors, without gradients, autocast, tracing or a capture by the user."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < x.shape[1] <= MOST_ROWS or not x.shape[0]:
         return False
     is_plain = type(x) in (Tensor, nn.Parameter) and (query_count is None or type(query_count) is Tensor)

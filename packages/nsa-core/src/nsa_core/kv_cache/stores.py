@@ -32,7 +32,7 @@ class StoreOptions(NamedTuple):
     dtype: torch.dtype
     """The dtype that keys and values are computed in."""
     kv_dtype: torch.dtype | None = None
-    """The dtype of the selected and the sliding branch's stores, with scales; None: `dtype`, without."""
+    """The dtype of the selected and the sliding branch's stores, which then have scales; None: `dtype`, without scales."""
     pages: PageTable | None = None
 
 
@@ -94,7 +94,7 @@ class Stores:
         return sizes
 
     def _rows_of_page(self, name: str) -> int:
-        """Return the rows of a page: a page of compressed keys holds the blocks that begin in the page of tokens with its number."""
+        """Return the rows of a page. Page i of compressed keys holds the blocks that begin in page i of the tokens."""
         assert self.pages is not None
         return self.pages.page_size // (self.config.geometry.compression_stride if name == "cmp" else 1)
 
@@ -123,7 +123,7 @@ class Stores:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes that each further token of a sequence needs, with its share of the compressed blocks and without rings."""
+        """Return the bytes that each additional token of a sequence needs, including its share of a compressed block; rings do not count."""
         found = 0.0
         for stores in self._all():
             for name in stores.keys() & set(PAGED):
@@ -131,7 +131,7 @@ class Stores:
                 found += row / (self.config.geometry.compression_stride if name == "cmp" else 1)
         return found
 
-    # outside of inference mode, so that steps may write the stores in any mode
+    # a tensor made in inference mode cannot be written outside of it
     @torch.inference_mode(False)
     def grow(self, capacity: int) -> None:
         """Grow the stores to `capacity` tokens per sequence and copy their content."""

@@ -1,9 +1,9 @@
-"""Side streams of a captured step: work that does not depend on each other runs concurrently when the graph is replayed.
+"""Side streams of a captured step: independent work runs concurrently when the graph is replayed.
 
-Only a capture of a cache with `step_graphs` forks: an eager step at batch 1 waits for its host, and events would add to that. Memory that
-a fork allocates belongs to its side stream, which may reuse it as soon as the last reference to it goes. A later fork of the same stream
-waits for the stream that forks, so what was read there before the fork is not overwritten. The caller therefore keeps every tensor that
-crosses streams until `join`, and forks only from one stream.
+Only a capture of a cache with `step_graphs` forks. The time of an eager step at batch 1 is the host's, and events would add to it. Memory
+that a fork allocates belongs to its side stream, which may reuse it once the last reference to it is gone. A later fork of the same side
+stream first waits for the forking stream, so it does not overwrite what that stream read before. The caller therefore keeps every tensor
+that crosses streams until `join`, and forks only from one stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import torch
 T = TypeVar("T")
 
 NUM_SIDE_STREAMS = 3
-"""Side streams that a step may fork, each with a workspace of cuBLAS. Number `NUM_SIDE_STREAMS` of a stream captures (`step_graphs`)."""
+"""Number of side streams that a step may fork; each has a cuBLAS workspace. `step_graphs` captures on one more, number `NUM_SIDE_STREAMS`."""
 _SIDE_STREAMS: dict[tuple[torch.cuda.Stream, int], torch.cuda.Stream] = {}
 
 
@@ -28,10 +28,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 def fork(device: torch.device | None, number: int, body: Callable[[], T]) -> T:
-    """Return what `body` returns; in a capture on `device`, run it on side stream `number`, after the current stream's work so far.
+    """Run `body` and return its result. In a capture on `device`, it runs on side stream `number`, after the current stream's work so far.
 
-    With device None it runs on the current stream. The current stream may read the result after `join`, and side stream `number` in a
-    later `fork`.
+    Without a capture, or with device None, it runs on the current stream. The current stream may read the result after `join`; side stream
+    `number` may read it in a later `fork`.
     """
     if device is None or torch.compiler.is_compiling() or not is_captured(device):
         return body()
@@ -44,7 +44,7 @@ def fork(device: torch.device | None, number: int, body: Callable[[], T]) -> T:
 
 
 def join(device: torch.device | None, count: int) -> None:
-    """Let the current stream of a capture wait for its side streams 0 .. count - 1. Each was forked before: a capture takes no other join."""
+    """Let the current stream of a capture wait for its side streams 0 .. count - 1. Each must have been forked before, or the capture fails."""
     if device is None or torch.compiler.is_compiling() or not is_captured(device):
         return
     with torch.cuda.device(device):
@@ -55,7 +55,7 @@ def join(device: torch.device | None, count: int) -> None:
 
 @contextmanager
 def joining_on_error(device: torch.device) -> Iterator[None]:
-    """Join all side streams where the body raises: a capture that ends with forks that are not joined would hide the error."""
+    """Join all side streams if the body raises an error; a capture that ends with open forks would replace that error by its own."""
     try:
         yield
     except BaseException:
@@ -66,10 +66,10 @@ def joining_on_error(device: torch.device) -> Iterator[None]:
 
 
 def side_stream(current: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
-    """Return side stream `number` of `current`, always the same: one of torch's pool of 32.
+    """Return side stream `number` of `current`, always the same stream, from torch's pool of 32.
 
-    If a program has so many streams that two of these are one, their work is ordered, and results stay right.
+    If a program has so many streams that two side streams are the same one, their work runs in order, and results stay correct.
     """
-    # two threads that come first both get the stored stream
+    # if two threads ask first at the same time, both get the stored stream
     key = current, number
     return _SIDE_STREAMS.get(key) or _SIDE_STREAMS.setdefault(key, torch.cuda.Stream(current.device))
