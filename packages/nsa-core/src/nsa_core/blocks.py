@@ -1,14 +1,14 @@
-"""Block arithmetic in plain integers: counts, visibility, overlap weights, decode reads, pairs of query and key.
+"""Block arithmetic in plain integers: counts, visibility, overlap weights, reads of a decode step, pairs of query and key.
 
-Everything here takes and returns Python integers, never tensors. Positions count from the start of the sequence;
-`t` is a query's position. Divisions floor.
+All functions take and return Python integers, never tensors. Positions count from the start of the sequence; `t` is a query's position.
+Divisions round down.
 """
 
 from nsa_core.config import BlockGeometry
 
 
 def num_compressed_blocks(length: int, geometry: BlockGeometry) -> int:
-    """Return N_c: the compressed blocks of a sequence of `length` tokens; a trailing partial block does not exist (Eq. 7)."""
+    """Return N_c, the number of compressed blocks of `length` tokens; an incomplete block at the end does not count (Eq. 7)."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
     return (length - size) // stride + 1 if length >= size else 0
 
@@ -19,17 +19,17 @@ def max_tokens(num_blocks: int, geometry: BlockGeometry) -> int:
 
 
 def num_visible_blocks(t: int, geometry: BlockGeometry) -> int:
-    """Return n_c(t): compressed blocks whose last token is not after `t`; 0 for t < l - 1."""
+    """Return n_c(t), the number of compressed blocks whose last token is not after `t`; 0 for t < l - 1."""
     return num_compressed_blocks(t + 1, geometry)
 
 
 def num_selection_blocks(length: int, geometry: BlockGeometry) -> int:
-    """Return N: selection blocks that hold at least one of `length` tokens; the last may be partial."""
+    """Return N, the number of selection blocks of `length` tokens; the last one may be incomplete."""
     return -(-length // geometry.selection_block_size)
 
 
 def own_block(t: int, geometry: BlockGeometry) -> int:
-    """Return the selection block that holds token `t`; blocks 0 .. own are the candidates of query `t`."""
+    """Return the index of the selection block that holds token `t`; blocks 0 .. own are the candidates of query `t`."""
     return t // geometry.selection_block_size
 
 
@@ -53,10 +53,10 @@ def overlap_weights(geometry: BlockGeometry) -> tuple[int, ...]:
 
 
 def predicted_reads(length: int, geometry: BlockGeometry) -> int:
-    """Return the tokens that one KV head reads to decode the last of `length` tokens (Table 4, counted exactly).
+    """Return the number of keys that one KV head reads to decode the last of `length` tokens (exact form of Table 4's formula).
 
-    The sum of three counts: visible compressed blocks, tokens of the chosen blocks up to the query, and tokens of the window. An empty
-    sequence has 0.
+    It is the sum of three counts: visible compressed blocks, tokens of the chosen blocks up to the query, and tokens of the window. For an
+    empty sequence it is 0.
     """
     if length < 1:
         return 0
@@ -72,21 +72,21 @@ def predicted_reads_of_step(start: int, count: int, geometry: BlockGeometry) -> 
 
 
 def causal_pairs(length: int) -> int:
-    """Return the query-key pairs of full causal attention over `length` tokens."""
+    """Return the number of query-key pairs of full causal attention over `length` tokens."""
     return length * (length + 1) // 2
 
 
 def compressed_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a compressed block wholly in its past (Eq. 7)."""
+    """Return the number of pairs of a query and a compressed block that it sees (Eq. 7)."""
     count = num_compressed_blocks(length, geometry)
     first = length - geometry.compression_block_size + 1
     return count * first - geometry.compression_stride * count * (count - 1) // 2 if count else 0
 
 
 def selected_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query t and a token s <= t of its min(n, own + 1) chosen blocks (Eq. 12).
+    """Return the number of pairs of a query t and a token s <= t of its min(n, own + 1) chosen blocks (Eq. 12).
 
-    The number does not depend on which blocks are chosen: the query's own block always is, and all others are full.
+    The number does not depend on which blocks are chosen: the query's own block is always chosen, and all others are full.
     """
     size, most = geometry.selection_block_size, geometry.num_selected_blocks
     whole, rest = divmod(length, size)
@@ -98,6 +98,6 @@ def selected_pairs(length: int, geometry: BlockGeometry) -> int:
 
 
 def window_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its window, its own included."""
+    """Return the number of pairs of a query and a token of its window, which includes the query's own token."""
     window = min(geometry.window_size, length)
     return causal_pairs(window) + (length - window) * window

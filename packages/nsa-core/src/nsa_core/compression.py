@@ -20,9 +20,9 @@ class BlockWindows(NamedTuple):
 
 
 def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None = None) -> BlockWindows:
-    """Return the blocks of x `(B, S, G, D)`; a trailing partial block does not exist.
+    """Return the compressed blocks of x `(B, S, G, D)` as tokens; an incomplete block at the end does not count.
 
-    Packed (B = 1): the sequences' blocks follow one another, and C = S // d, which is always enough; blocks beyond the last
+    Packed (B = 1): the blocks of all sequences follow one another, and C = S // d, which is always enough. Rows after the last block
     repeat some tokens and must be ignored.
     """
     size, stride = geometry.compression_block_size, geometry.compression_stride
@@ -66,7 +66,7 @@ class ConvCompressor(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
-        # with tensor parallelism it is a DTensor: each rank holds the filters of its heads
+        # with tensor parallelism the weight is a DTensor: each rank holds the filters of its heads
         to_local = getattr(self.weight, "to_local", None)
         weight = self.weight if to_local is None else to_local()
         taps = weight.view(*tokens.shape[-2:], -1).to(tokens.dtype)
@@ -76,7 +76,7 @@ class ConvCompressor(nn.Module):
 class MLPCompressor(nn.Module):
     """phi = mean of the block's tokens + MLP(tokens + position), the same for all KV heads (section 3.3.1).
 
-    position is a learned table `(l, D)`. The MLP: flatten, Linear(l * D, D), SiLU, Linear(D, D), which starts at zero.
+    position is a learned table `(l, D)`. The MLP is flatten, Linear(l * D, D), SiLU, Linear(D, D); its last layer starts at zero.
     """
 
     def __init__(self, head_dim: int, block_size: int) -> None:
@@ -93,14 +93,14 @@ class MLPCompressor(nn.Module):
         per_head = tokens.transpose(2, 3)
         flat = (per_head + self.position).flatten(-2)
         hidden = self.up(flat)
-        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a block overflowed, also for its tokens in the past
+        # if a block overflows, a gradient of 0 would become 0 * inf = NaN without the clamp, also for its tokens in the past
         limit = torch.finfo(hidden.dtype).max
         correction: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return correction + per_head.mean(-2)
 
 
 def build_compressor(kind: Compressor, num_kv_heads: int, head_dim: int, geometry: BlockGeometry) -> nn.Module:
-    """Return a phi of `kind`; the layer builds one for K and one for V."""
+    """Return a module that computes phi, of the given `kind`; the layer builds one for K and one for V."""
     if kind == "mean":
         return MeanCompressor()
     if kind == "conv":

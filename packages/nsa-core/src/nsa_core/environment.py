@@ -1,4 +1,4 @@
-"""When, on what machine, with which versions and from which commit a result was made. Importing this loads no torch."""
+"""The origin of a result: time, machine, versions and commit. Importing this module does not load torch."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ OURS = "nsa-"
 
 
 def describe_environment(packages: Iterable[str], folder: Path) -> dict[str, Any]:
-    """Return what `nsa-bench env` prints, as JSON values; missing ones are None.
+    """Return what `nsa-bench env` prints, as JSON values; a value that is not known is None.
 
-    `compute_capability` is "9.0" for (9, 0), `gpu` the first device's name, `cuda` the version that torch was built
-    for, `commit` that of `folder`, with `-dirty` where files differ from it. `packages` holds the installed ones of `packages`.
+    `compute_capability` is text such as "9.0", `gpu` the first device's name, and `cuda` the version for which torch was built. `commit` is
+    the commit of `folder`, with `-dirty` if files differ from it. The entry `packages` has the versions of those `packages` that are installed.
     """
     import torch
 
@@ -50,7 +50,7 @@ def dotted(capability: tuple[int, int]) -> str:
 def version_of(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed.
 
-    A package of this project states its version itself, also in a checkout that is not installed.
+    For a package of this project, the version comes from its source, so it is also known in a checkout that is not installed.
     """
     if package.startswith(OURS):
         with suppress(ModuleNotFoundError):
@@ -62,13 +62,13 @@ def version_of(package: str) -> str | None:
 
 
 def version_lines(packages: Iterable[str]) -> str:
-    """Return the output of a command's `--version`: a line for each package, its own first, then Python and the platform."""
+    """Return the output of a command's `--version`: a line for each of `packages`, in order, then Python and the platform."""
     lines = (f"{name} {version_of(name) or 'not installed'}" for name in packages)
     return "\n".join([*lines, f"Python {platform.python_version()}", platform.platform()])
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the git commit of `folder`, with `-dirty` where files differ from it; None outside a checkout."""
+    """Return the git commit of `folder`, with `-dirty` if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -78,7 +78,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the processor's name; on Linux the platform module lacks it."""
+    """Return the processor's name, on Linux from `cpuinfo`, because the platform module does not know it there; None if it is unknown."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

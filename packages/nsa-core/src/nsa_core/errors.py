@@ -26,7 +26,7 @@ class InputError(NSAError, ValueError):
 
 
 class CacheOverflowError(NSAError, RuntimeError):
-    """More tokens than a cache was built for, or a crop deeper than it can undo."""
+    """A cache got more tokens than it has room for, or a crop asked for more tokens than the cache can remove."""
 
 
 class BackendUnavailableError(NSAError, RuntimeError):

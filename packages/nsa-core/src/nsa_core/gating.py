@@ -1,4 +1,4 @@
-"""Gates of the three branches (Eq. 5): a small MLP reads the layer's input and gives one gate per branch and query head."""
+"""Gates of the three branches (Eq. 5): a small MLP maps the layer's input to one gate per branch and query head."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ def gates_from_logits(
     if temperature != 1:
         logits = logits / temperature
     if kind == "softmax" or logits.requires_grad:
-        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a logit overflowed; half the range leaves room below for closed gates
+        # if a logit overflows, a gradient of 0 would become 0 * inf = NaN without the clamp; the limit of half the range keeps all logits above
+        # finfo.min, the value of closed gates
         limit = torch.finfo(logits.dtype).max / 2
         logits = logits.clamp(-limit, limit)
     if kind == "sigmoid":
@@ -34,7 +35,7 @@ def gates_from_logits(
             return gates
         absent = [index for index, name in enumerate(BRANCHES) if name not in branches]
         if gates.requires_grad:
-            # the backward pass of sigmoid reads its result
+            # the backward pass of sigmoid reads the result, so it must not change in place
             gates = gates.clone()
         for index in absent:
             gates[..., index].zero_()
@@ -54,8 +55,8 @@ def gates_from_logits(
 def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor | None) -> Tensor:
     """Return the sum of gates `(B, S, H, 3)` times branch outputs `(B, S, H, D_v)`, in at least float32 (Eq. 5).
 
-    A branch that is None is absent. In the backward pass a row with gradient 0 gives gradients of exactly 0, even if its gates or
-    outputs are NaN because scores overflowed; the derivative of the product would be 0 * NaN.
+    A branch that is None is absent. In the backward pass, a row with gradient 0 gives gradients of exactly 0, even if its gates or
+    outputs are NaN because scores overflowed. The plain derivative of the product would be 0 * NaN = NaN.
     """
     total = None
     for place, out in enumerate((cmp, slc, win)):
@@ -94,7 +95,7 @@ gated_sum.register_autograd(_gated_sum_backward, setup_context=_keep_operands)
 
 
 class GateMLP(nn.Module):
-    """Gate logits from a layer's input; the last Linear starts at zero, so that all gates start equal."""
+    """Computes gate logits from a layer's input. The last Linear starts at zero, so that all gates start equal."""
 
     def __init__(self, hidden_size: int, num_heads: int, gate_hidden_size: int) -> None:
         """Build `hidden_size` -> `gate_hidden_size` -> 3 * `num_heads`."""
@@ -107,7 +108,7 @@ class GateMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, S, H, 3)` of x `(B, S, hidden_size)`."""
         hidden = self.up(x)
-        # without the clamp a gradient of 0 becomes 0 * inf = NaN where a number overflowed
+        # if a number overflows, a gradient of 0 would become 0 * inf = NaN without the clamp
         limit = torch.finfo(hidden.dtype).max
         logits: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return logits.view(*logits.shape[:-1], logits.shape[-1] // 3, 3)

@@ -27,7 +27,7 @@ class ColwiseHeads(ColwiseParallel):
 
 
 class SummedGradients(ParallelStyle):
-    """Sums the gradients of all ranks. For a module whose parameters are equal on all ranks: each rank applies it to its own heads."""
+    """Sums the gradients of all ranks, for a module with equal parameters on all ranks, which each rank applies to its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -44,7 +44,7 @@ class SummedGradients(ParallelStyle):
 
 
 class ShardedTaps(ParallelStyle):
-    """Shards the filters of `compressor="conv"`: each rank has those of its heads."""
+    """Shards the filters of `compressor="conv"`: each rank holds the filters of its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -54,7 +54,7 @@ class ShardedTaps(ParallelStyle):
 
 
 def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyle]:
-    """Return module name -> style of `layer`, for `torch.distributed.tensor.parallel.parallelize_module`."""
+    """Return a plan for `torch.distributed.tensor.parallel.parallelize_module`: a dict from module names of `layer` to styles."""
     plan: dict[str, ParallelStyle] = {"q_proj": ColwiseParallel(), "gate.down": ColwiseParallel(), "o_proj": RowwiseParallel()}
     for name in ("k_proj", "v_proj"):
         module = getattr(layer, name)
@@ -67,7 +67,7 @@ def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyl
 
 
 def check_shares(layer: NativeSparseAttention, num_ranks: int) -> None:
-    """Raise ConfigError unless the heads of `layer` can be shared out among `num_ranks`."""
+    """Raise ConfigError unless `num_ranks` divides the numbers of query heads and KV heads of `layer`."""
     config = layer.config
     for name, count in (("num_heads", config.num_heads), ("num_kv_heads", config.num_kv_heads)):
         if count % num_ranks:

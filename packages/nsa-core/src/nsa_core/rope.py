@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from nsa_core.config import RopeScaling
 
 _KEPT: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
-"""Frequencies by rotation and device: a few hundred bytes each."""
+"""Cached frequencies, a few hundred bytes each, by size, theta, scaling and device."""
 
 
 class RopeTables(NamedTuple):
-    """cos and sin of every position's angles, float32 `(S, D)` or `(B, S, D)`.
+    """cos and sin of the angles of every position, float32 `(S, D)` or `(B, S, D)`.
 
-    For pair i, column i holds cos and -sin, and column i + D / 2 holds cos and sin.
+    For pair i, column i of `sin` holds -sin and column i + D / 2 holds sin; both columns of `cos` hold cos.
     """
 
     cos: Tensor
@@ -23,7 +23,7 @@ class RopeTables(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotation of pairs (x_i, x_{i + D/2}) by position * theta ** (-2i / D). Has no parameters and no buffers."""
+    """RoPE: rotates each pair (x_i, x_{i + D/2}) by the angle position * theta ** (-2i / D). It has no parameters and no buffers."""
 
     def __init__(self, dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
         """Rotate vectors of even size `dim`."""
@@ -72,7 +72,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([-frequencies, frequencies])
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return the angle of each pair from one position to the next, float32 `(D / 2,)`."""
+        """Return the angle by which each pair turns from one position to the next, float32 `(D / 2,)`."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         frequencies = self.theta**-exponents
         if self.scaling is None:
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
         return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def _fast_share(self, scaling: RopeScaling, device: torch.device) -> Tensor:
-        """Return Llama 3's share of the unscaled frequency per dimension pair: linear in the turns over the original length."""
+        """Return Llama 3's share of the unscaled frequency per dimension pair: linear in the number of turns over the original length."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         turns = scaling.original_max_position * self.theta**-exponents / (2 * math.pi)
         return ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
@@ -101,7 +101,7 @@ class RotaryEmbedding(nn.Module):
         return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
     def attention_factor(self) -> float:
-        """Return the factor of cos and sin: 1, unless YaRN has another."""
+        """Return the factor of cos and sin: 1, except with YaRN."""
         if self.scaling is None or self.scaling.kind != "yarn":
             return 1.0
         if self.scaling.attention_factor is not None:
@@ -118,11 +118,11 @@ def rotate(x: Tensor, tables: RopeTables) -> Tensor:
     """Return x `(B, S, H, D)` with its halves rotated, computed in at least float32, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = wide.chunk(2, -1)
-    # whole rows at a time: half as many operations as for each half separately
+    # both halves in one operation: half as many operations as one by one
     return torch.addcmul(wide * tables.cos.unsqueeze(-2), torch.cat([second, first], -1), tables.sin.unsqueeze(-2)).to(x.dtype)
 
 
 def rotate_step(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
-    """Return each of `heads` rotated; see `backends.base.RotateBackend`. This is the reference of the operation ROTATE."""
+    """Return each of `heads` after RoPE: the reference of the operation ROTATE; see `backends.base.RotateBackend`."""
     tables = rope.tables(start.unsqueeze(1) + torch.arange(heads[0].shape[1], device=start.device))
     return tuple(rotate(x, tables) for x in heads)

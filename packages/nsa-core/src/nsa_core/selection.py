@@ -25,7 +25,7 @@ def pool_importance(weights: Tensor, geometry: BlockGeometry, num_blocks: int) -
 
 
 def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return int32 `(..., n)`: the blocks of each query, ascending, -1 after the last (Eq. 11).
+    """Return the chosen blocks of each query, int32 `(..., n)`, ascending, -1 after the last (Eq. 11).
 
     Args:
         importance: `(..., N)` scores of blocks 0 .. N - 1; scores of blocks after the query's own are ignored.
@@ -33,7 +33,7 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
         geometry: n, l' and the numbers of forced blocks.
 
     The first `num_initial_blocks` and the last `num_local_blocks` candidates are always chosen. The remaining slots go to the blocks
-    of highest importance; of equal ones the lower block wins. NaN counts as importance 0.
+    of highest importance; ties go to the lower block. NaN counts as importance 0.
     """
     num_blocks = importance.shape[-1]
     block = torch.arange(num_blocks, device=importance.device)
@@ -46,7 +46,7 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
 
 
 def _highest(scores: Tensor, candidate: Tensor, count: int) -> Tensor:
-    """Return a bool mask of the `count` highest candidates of each row, or of all if there are fewer; of equal scores the lower index wins."""
+    """Return a bool mask of the `count` highest candidates of each row, or of all if there are fewer; ties go to the lower index."""
     if scores.shape[-1] <= count:
         return candidate
     threshold = scores.topk(count, dim=-1).values[..., -1:]

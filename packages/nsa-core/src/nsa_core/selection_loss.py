@@ -2,8 +2,8 @@
 
 The choice of blocks (Eq. 11) has no gradient: compressed keys and queries learn to rank blocks only as far as the compressed branch needs
 it. For a sample of queries this loss compares two distributions over blocks. One is the importance of each block (Eq. 9, 10); it has a
-gradient. The other is the attention mass that dense attention puts into each block; it is a target without a gradient. Dense attention is
-that of the same queries over the selected branch's keys, or a teacher's.
+gradient. The other is the attention mass that dense attention puts into each block; it is a target without a gradient. The layer computes
+the dense attention from the same queries and the selected branch's keys, or the caller passes a teacher's.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from nsa_core.errors import InputError
 from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens, positions_from_cu_seqlens, sequence_ids
 
 NUM_SAMPLES = 256
-"""Sampled queries of a layer in a training step."""
+"""Number of queries that are sampled in each pass of a layer."""
 CHUNK = 32
 """Maximum number of queries whose scores over all keys are in memory at a time."""
 
@@ -36,15 +36,15 @@ class Rows(NamedTuple):
 
 
 class SelectionLoss:
-    """Attach as `layer.selection_loss` to compute the loss in each training pass of the layer; read `value` after each pass."""
+    """The loss of one layer: attach it as `layer.selection_loss`, and read `value` after each training pass of the layer."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         """Sample `num_samples` queries in each pass."""
         self.num_samples = num_samples
         self.offset: Tensor | None = None
-        """A scalar from 0 to 1 on the layer's device, which shifts the sampled queries; None: 0. See `sample_rows`."""
+        """A scalar tensor from 0 to 1 on the layer's device, which shifts the sampled queries (`sample_rows`); None: no shift."""
         self.target: Tensor | None = None
-        """Target of the next pass: `block_mass` of `rows`, for example of a teacher; None: the layer computes its own. Set it before each pass."""
+        """Target of the next pass: `block_mass` at `rows`, for example from a teacher. Set it before each pass; None: the layer computes its own."""
         self.value: Tensor | None = None
         """The loss of the last pass, with its gradient; a copy of this object holds it without."""
 
@@ -57,14 +57,14 @@ class SelectionLoss:
         return sample_rows(num_rows, self.num_samples, torch.zeros((), device=device) if self.offset is None else self.offset)
 
     def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
-        """Compute the loss of a pass, keep it as `value` and return it. The arguments are those of `selection_loss` without rows and target."""
+        """Compute the loss of a pass, store it as `value` and return it. The arguments are those of `selection_loss`, without `rows` and `target`."""
         rows = self.rows(q.shape[0] * q.shape[1], q.device)
         self.value = selection_loss(q, k_cmp, k, rows, target=self.target, **keywords)
         return self.value
 
 
 def sample_rows(num_rows: int, num_samples: int, offset: Tensor) -> Tensor:
-    """Return int64 `(num_samples,)`: evenly spaced rows of `num_rows`, shifted by `offset` (0 to 1) of their distance; empty for 0 rows."""
+    """Return int64 `(num_samples,)`: evenly spaced indices below `num_rows`, shifted by `offset` (0 to 1) times their distance; empty for 0 rows."""
     steps = (torch.arange(num_samples, device=offset.device, dtype=torch.float64) + offset) / num_samples
     # rounding may reach num_rows
     rows = (steps * num_rows).long().clamp(max=num_rows - 1)
@@ -108,7 +108,7 @@ def block_mass(
         key = torch.arange(len(keys), device=keys.device)
         in_block = _one_hot(positions_from_cu_seqlens(bounds, len(keys)) // geometry.selection_block_size, num_blocks).to(wide)
         found = []
-        # one part at least, so that no queries give no rows
+        # at least one part, so that an empty sample gives a result with 0 rows
         for part in range(0, max(len(queries), 1), CHUNK):
             some = slice(part, part + CHUNK)
             scores = torch.einsum("mghd,kgd->mghk", queries[some], keys)
@@ -133,9 +133,9 @@ def selection_loss(
 ) -> Tensor:
     """Return the mean of mass * KL(dense || importance) over KV heads and sampled queries, a scalar in at least float32.
 
-    Only queries with more than n candidate blocks count. Both distributions are over their candidates without the initial and local
-    blocks. `mass` is the share of dense attention in these blocks, so a query that attends elsewhere counts little. Dense attention is
-    averaged over the heads of a group. Gradients flow to `q` and `k_cmp` through the importance only, never to the target.
+    Only queries with more than n candidate blocks count. Both distributions are over the query's candidates except the initial and local
+    blocks. `mass` is the share of dense attention in these blocks, so a query that attends mostly elsewhere counts little. Dense attention is
+    averaged over the heads of a group. Gradients flow to `q` and `k_cmp` through the importance only, never through the target.
 
     Args:
         q: `(B, S, H, D_k)`; packed: `(1, total, H, D_k)`.
@@ -147,7 +147,7 @@ def selection_loss(
         cu_seqlens: int32 `(sequences + 1,)`, cumulative lengths of packed sequences.
         max_seqlen: upper bound on the tokens of a sequence, a Python int, which fixes N; None: S.
         query_count: int32 `(B,)`, valid first rows of each sequence; the others are ignored. None: all.
-        target: `(m, G, N)`, the mass of dense attention of `rows` by block, such as a teacher's; None: `block_mass` of `q` and `k`.
+        target: `(m, G, N)`, the mass of dense attention at `rows` in each block, such as a teacher's; None: `block_mass` of `q` and `k`.
 
     Raises:
         InputError: for a target of another shape.
@@ -176,7 +176,7 @@ def selection_loss(
             f"target has shape {tuple(target.shape)} (the layout is (rows, KV heads, blocks) = {expected}); "
             "take it by block_mass of the same rows"
         )
-    # in float32 also under autocast
+    # float32, also under autocast
     with torch.autocast(q.device.type, enabled=False):
         queries = q.flatten(0, 1)[rows].unflatten(1, (num_kv_heads, -1)).float() * scale
         importance = _importance(queries, k_cmp.flatten(0, 1).float(), sampled, block_bounds, geometry, num_blocks)
@@ -189,33 +189,33 @@ def selection_loss(
 
 
 def _bounds(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Return int64 `(N + 1,)`: where each sequence begins among all rows, and the end of the last one."""
+    """Return int64 `(N + 1,)`: the first row of each sequence among all rows, then the end of the last sequence."""
     return torch.arange(batch + 1, device=device) * length if cu_seqlens is None else cu_seqlens.long()
 
 
 def _located(rows: Tensor, bounds: Tensor, total: int) -> Rows:
-    """Return where each of `rows` `(m,)`, of `total` rows in all, is in the sequences of `bounds`."""
+    """Return the sequence and the position of each of `rows` `(m,)`; `bounds` are the sequences' bounds among all `total` rows."""
     sequence = sequence_ids(bounds, total)[rows]
     start = bounds[sequence]
     return Rows(rows, sequence, start, rows - start)
 
 
 def _importance(queries: Tensor, keys: Tensor, rows: Rows, block_bounds: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
-    """Return the importance `(m, G, num_blocks)` of blocks by the compressed `keys` `(B * C, G, D)` (Eq. 9, 10), with its gradient.
+    """Return the importance `(m, G, num_blocks)` of blocks, from the compressed `keys` `(B * C, G, D)` (Eq. 9, 10), with a gradient.
 
-    It is 0 for queries that see no compressed block.
+    The importance is 0 for queries that see no compressed block.
     """
     row, first = torch.arange(len(keys), device=keys.device), block_bounds[rows.sequence].unsqueeze(1)
     num_visible = compressed_lengths(rows.position + 1, geometry).unsqueeze(1)
     visible = ((row >= first) & (row < first + num_visible))[:, None, None]
     scores = torch.einsum("mghd,cgd->mghc", queries, keys)
-    # a row that sees nothing gets the softmax of equal scores, then 0, so that no gradient is NaN
+    # a row that sees nothing gets the softmax of equal scores, and is then set to 0, so that no gradient is NaN
     weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1).masked_fill(~visible, 0.0)
     return weights.sum(2) @ _overlaps(positions_from_cu_seqlens(block_bounds, len(keys)), geometry, num_blocks)
 
 
 def _overlaps(index: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
-    """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` each selection block holds (Eq. 9)."""
+    """Return omega (Eq. 9), float32 `(C, num_blocks)`: how many strides of the compressed blocks `index` `(C,)` lie in each selection block."""
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
     return torch.stack([_one_hot((index + part) // strides, num_blocks) for part in range(reach)]).sum(0)

@@ -1,4 +1,4 @@
-"""Configurations to and from plain dicts and TOML; an unknown key is refused with a suggestion."""
+"""Convert configurations to and from plain dicts and TOML. An unknown key raises an error that suggests a known one."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, scaling_field
 from nsa_core.errors import ConfigError, NSAError
 
 MOST_NESTED = 8
-"""Most parts of a dotted key, and deepest nesting of values; a configuration has three of either."""
+"""Maximum number of parts of a dotted key, and maximum depth of nested values; a configuration needs three of each."""
 _STRINGS_AND_COMMENTS = re.compile(
     r"""
       \"{3} (?: \\. | [^\\] )*? (?: \"{3} | \\?\Z )
@@ -26,7 +26,7 @@ _STRINGS_AND_COMMENTS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""An unclosed string ends with the text; tomllib then refuses it."""
+"""Matches strings and comments of TOML. An unclosed string ends with the text; tomllib then refuses it."""
 _LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
 _LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
 
@@ -37,7 +37,7 @@ def config_to_dict(config: NSAConfig) -> dict[str, Any]:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
-    """Return the config that `values` describe; the inverse of `config_to_dict`. `rope_scaling` may have Hugging Face's names.
+    """Return the config that `values` describe; the inverse of `config_to_dict`. `rope_scaling` may use Hugging Face's keys.
 
     Raises:
         ConfigError: for a missing or unknown key (with a suggestion), a wrong type, or a value that breaks a rule.
@@ -58,10 +58,10 @@ def config_to_toml(config: NSAConfig) -> str:
 
 
 def config_from_toml(text: str) -> NSAConfig:
-    """Return the config of a TOML document.
+    """Return the config that a TOML document describes.
 
     Raises:
-        ConfigError: if the text is no TOML, or its keys or values are refused.
+        ConfigError: if the text is not TOML, or a key or value is refused.
     """
     try:
         values = toml_tables(text)
@@ -71,18 +71,18 @@ def config_from_toml(text: str) -> NSAConfig:
 
 
 def toml_tables(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML document that nests keys and values at most 8 deep, in time proportional to its length.
+    """Return the tables of a TOML document, in time proportional to its length. Keys and values may be nested at most 8 deep.
 
     Raises:
-        ValueError: if it nests deeper, has a number of more than 64 digits, or is no TOML.
+        ValueError: if the text is nested deeper, has a hexadecimal, octal or binary number of more than 64 digits, or is not TOML.
     """
     _refuse_nesting(text)
     return tomllib.loads(text)
 
 
 def _refuse_nesting(text: str) -> None:
-    """Refuse texts that tomllib cannot parse in time: it recurses into values, and its time grows with the square of a key's parts."""
-    # dots and brackets in a string do not count; its line ends are kept for the line numbers
+    """Raise ValueError for texts that tomllib would parse too slowly: it recurses into values, and takes time quadratic in the parts of a key."""
+    # strings and comments are removed, because dots and brackets in them do not count; line ends stay for the line numbers
     bare = _STRINGS_AND_COMMENTS.sub(lambda found: "" if found[0][0] == "#" else "s" + "\n" * found[0].count("\n"), text)
     if found := _LONG_KEY.search(bare):
         raise ValueError(f"a key of more than {MOST_NESTED} parts at line {_line_of(found, bare)}")
@@ -102,7 +102,7 @@ def _line_of(found: re.Match[str], text: str) -> int:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
-    # innermost first: a class's hook uses those of its fields
+    # innermost class first: the hook of a class uses the hooks of its fields
     for cls in (BlockGeometry, RopeScaling, NSAConfig):
         converter.register_unstructure_hook(cls, _without_none(make_dict_unstructure_fn(cls, converter)))
     # the config itself checks values and names field and rule; cattrs would turn "3" into 3
@@ -121,7 +121,7 @@ def _without_none(unstructure: Any) -> Any:
 
 
 def _by_field_names(values: Any) -> Any:
-    """Return `values` with our names of the fields of `rope_scaling`; a value that is no table is unchanged."""
+    """Return `values` with the keys of `rope_scaling` renamed to the fields of `RopeScaling`; anything but a table is returned unchanged."""
     scaling = values.get("rope_scaling") if isinstance(values, Mapping) else None
     return {**values, "rope_scaling": scaling_fields(scaling)} if isinstance(scaling, Mapping) else values
 
@@ -159,7 +159,7 @@ def _first_reason(error: BaseException) -> ConfigError:
 
 
 def toml_value(value: object) -> str:
-    """Return `value` as TOML, on one line; tomli-w would spread a list over lines."""
+    """Return `value` as TOML on one line; tomli-w would write a list on several lines."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):

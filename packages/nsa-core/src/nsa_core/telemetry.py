@@ -1,7 +1,7 @@
 """Statistics of a layer's forward pass: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
 
 gate_mean_* and gate_std_* are statistics of the gates. All other gate figures use the shares g_b / sum(g) over the branches that exist;
-entropies are in nats. Tokens that see no compressed block are left out.
+entropies are in nats. In a layer with the compressed branch, tokens that see no compressed block are left out.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE, BlockGeometry
 
 
 class Reads(NamedTuple):
-    """Tokens read by one KV head, summed over the queries of a step; int64."""
+    """Number of keys that one KV head reads, compressed keys included, summed over the queries of a step; int64."""
 
     predicted: Tensor
-    """(B,): by the formula of Table 4, counted exactly."""
+    """(B,): computed by the exact form of Table 4's formula."""
     actual: Tensor
     """(B, G): counted from block_indices and lengths."""
 
@@ -24,13 +24,13 @@ class Reads(NamedTuple):
 def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> Reads:
     """Return the reads of queries at `positions` `(B, S)` (-1: none) with `block_indices` `(B, S, G, n)`."""
     size, stride, width = geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size
-    # each operation delays a cached step; at position -1 every term below is 0
+    # few operations, because each delays a cached step; at position -1 every term below is 0
     ends = positions + 1
     blocks = torch.div(ends + (stride - size), stride, rounding_mode="floor").clamp(min=0)
     rest = blocks + ends.clamp(max=geometry.window_size)
     # all tokens so far, or the chosen whole blocks and a part of the query's own
     predicted = torch.minimum(ends, positions.remainder(width) + (1 + (geometry.num_selected_blocks - 1) * width))
-    # a chosen block counts its tokens up to the query; -1, none, becomes a block after every query
+    # a chosen block counts its tokens up to the query; the mask turns -1 (no block) into a block after every query
     given = torch.sub(ends[..., None, None], block_indices & torch.iinfo(torch.int32).max, alpha=width).clamp(0, width)
     actual = given.sum(-1) + rest.unsqueeze(-1)
     if positions.shape[1] == 1:
@@ -39,7 +39,7 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
 
 
 class AttentionObserver:
-    """Callbacks of a running `nsa_attention`; every method does nothing until it is overridden."""
+    """Base class of observers, which a running `nsa_attention` calls. Every method does nothing; override what you need."""
 
     needs_branches = False
     """True if the observer needs the output of each branch; the branches then run one by one, without a fused kernel."""
@@ -55,7 +55,7 @@ class AttentionObserver:
 
 
 class ReadCounter(AttentionObserver):
-    """Counts the reads of the last pass."""
+    """An observer that counts the reads of the last pass."""
 
     def __init__(self) -> None:
         """Start without a count."""
@@ -82,7 +82,7 @@ class ReadCounter(AttentionObserver):
 
 
 class LayerTelemetry(AttentionObserver):
-    """The statistics of a layer's last forward pass; attach as `layer.telemetry`, read with `summary`."""
+    """An observer with the statistics of a layer's last forward pass; attach it as `layer.telemetry`, and read it with `summary`."""
 
     needs_branches = True
 
@@ -99,7 +99,7 @@ class LayerTelemetry(AttentionObserver):
 
     @torch.no_grad()
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
+        """Note gates `(B, S, H, 3)`; only tokens where `has_compressed`, bool `(B, S)`, is True count."""
         places = [("cmp", "slc", "win").index(branch) for branch in branches]
         kept = torch.stack([gates[..., place] for place in places], -1).double()
         shares = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
@@ -135,7 +135,7 @@ class LayerTelemetry(AttentionObserver):
         self.figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
         self.figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
-        # initial and local blocks are at the ends of the candidates 0 .. own, and not more than these
+        # initial and local blocks are the first and the last of the candidates 0 .. own, so there are at most own + 1 of them
         forced = (own + 1).clamp(max=geometry.num_initial_blocks + geometry.num_local_blocks).unsqueeze(-1)
         self.figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
         self.figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
@@ -159,13 +159,13 @@ def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of x over the elements that count, NaN where none does; indexing would wait for the device."""
+    """Return the mean of x over the elements where `counts` is True, NaN if there are none. It does not index, which would wait for the device."""
     kept = counts.expand(x.shape)
     return torch.where(kept, x, 0).sum(dtype=torch.float64) / kept.sum()
 
 
 def _least(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the least finite x of the elements that count, NaN where none does."""
+    """Return the minimum of x over the elements where `counts` is True, NaN if there are none."""
     kept = torch.where(counts.expand(x.shape), x, torch.inf).flatten()
     least = torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
     return torch.where(least == torch.inf, torch.nan, least)

@@ -1,4 +1,4 @@
-"""A mark for functions whose results are constants of a graph that torch.compile traces."""
+"""A decorator for functions whose results are constants of a graph that torch.compile traces."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,9 +7,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Mark `function` to be called while a graph is traced, its result a constant of the graph.
+    """Mark `function`: torch.compile calls it while it traces a graph, and its result is a constant of the graph.
 
-    The same mark as `torch.compiler.assume_constant_result`, which would load torch's whole compiler on import.
+    This sets the same mark as `torch.compiler.assume_constant_result`, which would load torch's whole compiler on import.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,7 +1,7 @@
 """Packed batches: arithmetic on `cu_seqlens`, packing and unpacking.
 
-`cu_seqlens` is int32 `(N + 1,)`: starts at 0, ends at the total, never decreases; empty sequences are allowed. Nothing
-here reads a tensor's values on the host.
+`cu_seqlens` is int32 `(N + 1,)`. It starts at 0, ends at the total and never decreases; empty sequences are allowed. No function of this
+file reads a tensor's values on the host.
 """
 
 import torch
@@ -12,7 +12,7 @@ from nsa_core.errors import InputError
 
 
 def cu_seqlens_from_lengths(lengths: Tensor) -> Tensor:
-    """Return int32 `(N + 1,)` offsets of sequences of `lengths` `(N,)`."""
+    """Return `cu_seqlens`, int32 `(N + 1,)`, of sequences with `lengths` `(N,)`."""
     offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     offsets[1:] = lengths.cumsum(0)
     return offsets
@@ -37,19 +37,19 @@ def slots_in_batch(cu_seqlens: Tensor, total: int, length: int) -> Tensor:
 
 
 def compressed_lengths(lengths: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return N_c of every length, elementwise; same shape and dtype as `lengths`."""
+    """Return N_c, the number of compressed blocks, of each length; same shape and dtype as `lengths`."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
     blocks = torch.div(lengths - size, stride, rounding_mode="floor") + 1
     return torch.where(lengths >= size, blocks, torch.zeros_like(lengths))
 
 
 def cu_blocks_from_cu_seqlens(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return int32 `(N + 1,)`: where each sequence's compressed blocks begin in a packed `k_cmp`."""
+    """Return int32 `(N + 1,)`: the first row of each sequence's compressed blocks in a packed `k_cmp`, then their total."""
     return cu_seqlens_from_lengths(compressed_lengths(cu_seqlens.diff(), geometry))
 
 
 def pack(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `(1, total, ...)` and int32 `cu_seqlens` of tensors `(S_i, ...)`, one after another.
+    """Return tensors `(S_i, ...)` packed one after another, `(1, total, ...)`, and their `cu_seqlens`, int32.
 
     Raises:
         InputError: for an empty list.

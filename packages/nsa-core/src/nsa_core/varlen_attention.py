@@ -1,4 +1,4 @@
-"""Dense causal attention over packed sequences by torch's varlen kernel. Its import loads the compiler, which takes seconds."""
+"""Dense causal attention over packed sequences by torch's varlen kernel. Importing this module loads torch's compiler, which takes seconds."""
 
 import inspect
 from typing import Any, cast
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether `varlen_attn` supports GQA (from torch 2.13); else keys and values are repeated."""
+"""True if `varlen_attn` supports GQA (from torch 2.13); if not, keys and values are repeated."""
 
 
 def varlen_causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
