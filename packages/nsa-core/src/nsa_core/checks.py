@@ -1,4 +1,4 @@
-"""Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
+"""Checks of the arguments of public functions. Shapes, dtypes and devices are always checked, values only on a CPU, where reading does not wait."""
 
 from collections.abc import Collection
 from itertools import pairwise
@@ -66,7 +66,7 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True if the values of `x` may be read: on a CPU, outside a traced graph."""
+    """Return True if `x` has values that may be read: not empty, on a CPU, outside a traced graph."""
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
@@ -113,12 +113,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def is_size(size: Any, least: int) -> bool:
-    """Return True for an integer of at least `least`; a tensor is none, because it would be read."""
+    """Return True for an integer of at least `least`. A tensor is not accepted, because it would have to be read."""
     return not isinstance(size, bool) and isinstance(size, Integral | SymInt) and not size < least
 
 
 def check_geometry(geometry: object) -> None:
-    """Raise InputError unless `geometry` is one."""
+    """Raise InputError unless `geometry` is a BlockGeometry."""
     if not isinstance(geometry, BlockGeometry):
         raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
 
@@ -132,14 +132,14 @@ def check_config(config: object) -> None:
 
 
 def check_scale(scale: Any) -> None:
-    """Raise InputError unless `scale` is a finite number or None; a tensor is none, because it would be read."""
+    """Raise InputError unless `scale` is a finite number or None. A tensor is not accepted, because it would have to be read."""
     is_number = not isinstance(scale, bool) and (isinstance(scale, SymFloat) or (isinstance(scale, Real) and -inf < float(scale) < inf))
     if scale is not None and not is_number:
         raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a finite number, or None for D_k ** -0.5); use None")
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise InputError unless `dtype`, of the stores of a cache, is a floating one."""
+    """Raise InputError unless `dtype`, for the stores of a cache, is a floating-point dtype of more than 8 bits."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise InputError(
             f"dtype={dtype!r} is no dtype of keys and values (the rule: a floating torch.dtype, of 8 bits only as kv_dtype); use torch.float32"
@@ -147,6 +147,6 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_absent(absent: object) -> None:
-    """Raise InputError unless `absent` holds names of branches."""
+    """Raise InputError unless `absent` is a collection of names of branches."""
     if not isinstance(absent, Collection) or any(name not in BRANCHES for name in absent):
         raise InputError(f"absent={absent!r} names no branch (the rule: a tuple of 'cmp', 'slc', 'win'); use ('cmp',)")

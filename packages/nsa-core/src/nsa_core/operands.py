@@ -1,6 +1,6 @@
-"""Queries and Keys from the keywords of a public operation, and every check of them.
+"""Make Queries and Keys from the keywords of a public operation, and check them.
 
-Types, shapes and extents are checked always; values on a CPU only, where reading does not wait for a device.
+Types, shapes and sizes are always checked. Values are checked only on a CPU, where reading them does not wait for a device.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from nsa_core.reference.rows import positions_of
 from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens
 
 INT32_MAX = 2**31 - 1
-"""The longest sequence: positions are int32."""
+"""Maximum length of a sequence: positions are int32."""
 FP8 = (torch.float8_e4m3fn,)
 PageTables = Tensor | tuple[Tensor, Tensor] | None
 Pairs = Mapping[str, tuple[Tensor | None, Tensor | None]]
-"""k and v by the ending of their names: "_cmp", "_slc", "_win", or "" for an operation of one branch; None for an absent one."""
+"""Ending of the names of k and v ("_cmp", "_slc", "_win", or "" for an operation of one branch) -> k and v, each None if it is absent."""
 BranchKeys = Mapping[str, Keys | None]
 """Keys by the same endings; None for an absent branch."""
 
@@ -38,7 +38,7 @@ def queries_of(
     """Return checked Queries of the rows `x` (q, or a layer's input), from the keywords of a public operation.
 
     Raises:
-        InputError: for keywords that do not fit x or each other.
+        InputError: for keywords that do not match x or one another.
     """
     if page_table is not None and query_start is None:
         raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
@@ -54,7 +54,7 @@ def queries_of(
     if query_start is None and query_count is not None:
         query_start = torch.zeros_like(query_count)
     if max_seqlen is not None:
-        # over stores it bounds their tokens, else the rows
+        # with query_start, max_seqlen bounds the tokens of the stores; else it bounds the rows
         least = least if query_start is None else 0
         check_bound("max_seqlen", max_seqlen, least, f"the longest sequence, {least} (it bounds every one)")
         if query_start is None and cu_seqlens is not None:
@@ -65,12 +65,14 @@ def queries_of(
 def keys_of(
     queries: Queries, pairs: Pairs, geometry: BlockGeometry, max_seqlen: int | None = None, page_table: PageTables = None
 ) -> dict[str, Keys | None]:
-    """Return the ending of each pair of tensors -> unchecked Keys, with the placement that the keywords of a public operation give.
+    """Return a dict from the ending of each pair to its Keys, with the placement that the keywords of a public operation give.
+
+    The Keys are not checked yet, except for ranks and page tables.
 
     Raises:
-        InputError: for tensors of another rank than stores have, or page tables that do not fit the queries.
+        InputError: for tensors whose rank is not 4, or page tables that do not match the queries.
     """
-    # of tokens, and of compressed keys
+    # the tables of the tokens, and of the compressed keys
     tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
     if len(tables) != 2:
         raise InputError(f"page_table is a tuple of {len(tables)} (one table, or a pair: tokens, compressed keys); give 1 or 2 tables")
@@ -95,7 +97,7 @@ def keys_of(
 
 
 def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
-    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or the compressed keys if there is no other."""
+    """Return how many tokens of a sequence the first store of tokens can hold; if there is none, how many fit the compressed keys."""
     rows = {ending: k.shape[1] for ending, (k, _) in pairs.items() if k is not None}
     for ending in rows:
         table = tables[1 if ending == "_cmp" else 0]
@@ -131,7 +133,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
 
 
 def check_bound(name: str, bound: Any, least: int, cause: str) -> None:
-    """Raise InputError unless `bound`, a host bound on rows, is an integer of at least `least`; `cause` says why so many."""
+    """Raise InputError unless `bound`, a bound on rows that the host knows, is an integer of at least `least`; `cause` explains `least`."""
     if not checks.is_size(bound, 0):
         raise InputError(f"{name}={bound!r} is no bound on rows (the rule: an integer of at least 0); use the number of rows")
     if bound < least:
@@ -146,7 +148,7 @@ def check_ranks(k: Tensor | None, v: Tensor | None, ending: str, *, is_paged: bo
 
 
 def check_queries(queries: Queries, prefix: str) -> None:
-    """Raise InputError unless the placement of the rows `queries.q` fits them; `prefix` begins the names of start and count."""
+    """Raise InputError unless the placement of `queries` matches its rows; messages put `prefix` before the names start and count."""
     q, cu_seqlens, num_sequences = queries.q, queries.cu_seqlens, queries.q.shape[0]
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
@@ -159,7 +161,7 @@ def check_queries(queries: Queries, prefix: str) -> None:
 
 
 def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> None:
-    """Raise InputError if Keys, by the ending of their names, do not fit the queries or each other."""
+    """Raise InputError if Keys do not match the queries or one another."""
     for ending, x in keys.items():
         if x is not None:
             _check_stores(queries.q, x, ending)
@@ -179,12 +181,12 @@ def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> N
 
 
 def _is_part(x: Keys) -> bool:
-    """Return True if the keys may be fewer than their sequence's."""
+    """Return True if the keys may be only a part of their sequence."""
     return x.ring or x.first is not None
 
 
 def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
-    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other."""
+    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` match q and each other."""
     for letter, store, scale in (("k", x.k, x.k_scale), ("v", x.v, x.v_scale)):
         dtype = store.dtype
         if scale is not None:
@@ -215,7 +217,7 @@ def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
 
 
 def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
-    """Raise InputError unless the placement of one branch's Keys belongs to the queries'."""
+    """Raise InputError unless the placement of one branch's Keys matches the placement of the queries."""
     q, cu_seqlens, is_step, name = queries.q, queries.cu_seqlens, queries.start is not None, f"k{ending}"
     num_sequences, is_packed = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, cu_seqlens is not None and not is_step
     batch = 1 if is_packed else num_sequences
@@ -241,7 +243,7 @@ def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometr
 
 
 def _check_offsets(found: list[int], expected: list[int], ending: str, geometry: BlockGeometry) -> None:
-    """Raise InputError unless a branch's offsets are the queries' own, `expected`, or those of their compressed blocks."""
+    """Raise InputError unless a branch's cu_seqlens `found` equals `expected`, those of the queries, or for cmp those of their compressed blocks."""
     rule = "rows (they are the queries' tokens)"
     if ending == "_cmp":
         counts = (blocks.num_compressed_blocks(last - first, geometry) for first, last in pairwise(expected))
@@ -258,7 +260,11 @@ def _row_counts(queries: Queries) -> Tensor | int:
 
 
 def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> int | None:
-    """Return the tokens up to the last query, or None if they may not be read; raise InputError where they are more than `keys` bound."""
+    """Return the number of tokens up to the last query of any sequence, or None if positions may not be read.
+
+    Raises:
+        InputError: for positions below 0, counts outside 0 .. S, or more tokens than `keys` hold.
+    """
     start, count, most = queries.start, queries.count, queries.q.shape[1]
     if not checks.can_read(start):
         return None
@@ -282,7 +288,7 @@ def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry
 def _check_tokens(queries: Queries, x: Keys, ending: str) -> None:
     """Raise InputError unless k and v hold every token of their sequences."""
     num_rows, num_queries = x.k.shape[1], queries.q.shape[1]
-    # rows and keys are the same tokens; anything else would misplace the causal mask
+    # without query_start, rows and keys must be the same tokens; else the causal mask would be misplaced
     if queries.start is None and num_rows != num_queries:
         raise InputError(
             f"k{ending} has {num_rows} tokens for {num_queries} queries (without query_start they are the same tokens); "
@@ -327,7 +333,7 @@ def _check_window(queries: Queries, x: Keys, ending: str, geometry: BlockGeometr
 
 
 def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
-    """C must hold every block that a query may see: N_c(S), or the sum of N_c(S_i) where that can be read."""
+    """Raise InputError unless C includes every block that a query may see: N_c(S), or, if lengths may be read, the sum of N_c(S_i)."""
     needed = x.max_count
     if x.cu_seqlens is not None:
         needed = int(x.cu_seqlens[-1]) if checks.can_read(x.cu_seqlens) else 0
@@ -340,7 +346,10 @@ def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
 
 
 def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
-    """Pages up to each sequence's last query row, or last block that is visible there, must exist, each once; entries beyond are never read."""
+    """Raise InputError unless the pages that queries read exist, each once: up to a sequence's last query, or the last block that it sees.
+
+    Later entries of the table are never read.
+    """
     page_table, num_pages, page_size, name = x.page_table, x.k.shape[0], x.k.shape[1], f"k{ending}"
     # on a GPU a tensor from a Python number would wait for its copy
     if queries.start is None or not checks.can_read(page_table) or not page_size:
@@ -348,7 +357,7 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
     rows = torch.as_tensor(_row_counts(queries), device=queries.start.device)
     last_tokens = torch.where(rows > 0, queries.start + rows, 0)
     if _is_part(x):
-        # fewer tokens than the sequence has; the window's checks know how many
+        # the store holds fewer tokens than the sequence; `_check_window` checks how many
         last_tokens = last_tokens.clamp(max=page_size * page_table.shape[1])
     num_rows, rows_name = (compressed_lengths(last_tokens, geometry), "blocks") if ending == "_cmp" else (last_tokens, "tokens")
     num_needed = (num_rows + page_size - 1) // page_size
@@ -373,7 +382,7 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
 
 
 def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError if block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
+    """Raise InputError if block_indices are not int32 `(B, S, G, n)`, or (on a CPU) name a block twice or one outside 0 .. own."""
     checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
     shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
     checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)
@@ -393,12 +402,12 @@ def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: B
 
 
 def _first(mask: Tensor) -> list[list[int]]:
-    """Return the index of the first True, in a list; an empty list where there is none."""
+    """Return a list with the index of the first True, or an empty list if there is none."""
     found: list[list[int]] = mask.nonzero()[:1].tolist()
     return found
 
 
 def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted rows of `numbers`, and where an entry of at least 0 is repeated."""
+    """Return the sorted rows of `numbers`, and a bool mask of entries of at least 0 that the next entry repeats."""
     ordered = numbers.sort(-1).values
     return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

@@ -1,4 +1,4 @@
-"""How backends from other packages are found: one pluggy hook, entry-point group `nsa`."""
+"""Plug-ins: other packages offer backends through one pluggy hook and the entry-point group `nsa`."""
 
 from nsa_core.plugins.hookspecs import hookimpl
 

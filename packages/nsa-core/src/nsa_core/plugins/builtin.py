@@ -1,4 +1,4 @@
-"""The built-in backends, registered through the same hook as any plug-in's."""
+"""The built-in backends. They are registered through the hook that plug-ins use."""
 
 from collections.abc import Sequence
 
@@ -9,5 +9,5 @@ from nsa_core.reference.sdpa import sdpa_backends
 
 @hookimpl
 def nsa_branch_backends() -> Sequence[BranchBackend]:
-    """Return the SDPA reference of every operation."""
+    """Return the SDPA reference backend of every operation except the fused one."""
     return sdpa_backends()

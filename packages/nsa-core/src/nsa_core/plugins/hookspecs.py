@@ -1,4 +1,4 @@
-"""The whole extension surface. A plug-in is a module with this one function, named by an entry point of group `nsa`:
+"""The hook of plug-ins. A plug-in is a module with the function `nsa_branch_backends`, named by an entry point of group `nsa`:
 
     # pyproject.toml
     [project.entry-points.nsa]
@@ -11,7 +11,7 @@
     def nsa_branch_backends():
         return [MyBackend()]
 
-Keep the module's imports light: it is loaded on every machine, also where its kernels cannot run.
+Keep the imports of the module light: it is loaded on every machine, also if its kernels cannot run there.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Loading plug-ins one by one, and the process's default registry."""
+"""Load plug-ins one by one, and build the process's default registry."""
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
@@ -29,7 +29,7 @@ class LoadedPlugin:
 
 @frozen(kw_only=True)
 class BrokenPlugin:
-    """A plug-in that could not be used, and why."""
+    """A plug-in that could not be used, and the error."""
 
     name: str
     origin: str
@@ -38,7 +38,7 @@ class BrokenPlugin:
 
 @frozen(kw_only=True)
 class Plugins:
-    """The plug-ins that were found, in the order of registration, the built-in one first."""
+    """The plug-ins that were found. `loaded` is in the order of registration, the built-in plug-in first."""
 
     loaded: tuple[LoadedPlugin, ...]
     broken: tuple[BrokenPlugin, ...]
@@ -47,7 +47,7 @@ class Plugins:
         """Return a registry of every loaded backend.
 
         Raises:
-            DuplicateBackendError: if two plug-ins offer one name for one operation; both are named.
+            DuplicateBackendError: if two backends have the same name and operation; the message names both.
         """
         registry = BackendRegistry()
         for plugin in self.loaded:
@@ -60,7 +60,7 @@ class Plugins:
 
 
 def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
-    """Return the built-in plug-in and those of entry-point group `nsa`. A plug-in that fails is listed as broken; its error is not raised.
+    """Return the built-in plug-in and the plug-ins of entry-point group `nsa`. A plug-in that fails is listed as broken; no error is raised.
 
     `found` replaces the entry points of the installed packages.
     """
@@ -77,7 +77,7 @@ def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
 
 
 def _ask(plugin: ModuleType | Any, name: str, origin: str) -> LoadedPlugin:
-    """Return the backends of one plug-in, from a separate manager, so that no plug-in can disturb another."""
+    """Return one plug-in with its backends. Each plug-in has its own pluggy manager, so that no plug-in can disturb another."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name=name)
@@ -118,10 +118,10 @@ def _build_once() -> bool:
 
 
 def default_registry() -> BackendRegistry:
-    """Return the process's registry, built from the entry points on first use.
+    """Return the process's registry, which is built from the entry points on first use.
 
     Raises:
-        DuplicateBackendError: if two installed plug-ins offer one name for one operation.
+        DuplicateBackendError: if two installed backends have the same name and operation.
     """
     _build_once()
     assert _process.registry is not None
@@ -129,7 +129,7 @@ def default_registry() -> BackendRegistry:
 
 
 def default_plugins() -> Plugins:
-    """Return the plug-ins of the default registry, broken ones included."""
+    """Return the plug-ins of the default registry, including broken ones."""
     _build_once()
     assert _process.plugins is not None
     return _process.plugins

@@ -16,16 +16,16 @@ from nsa_core.testing.strategies import edge_lengths
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 9
-"""Query rows of a sequence of a step, at most."""
+"""Maximum number of query rows per sequence in a step."""
 STEP_COUNTS = (STEP_ROWS, STEP_ROWS // 2, 0)
 """Valid query rows of each sequence of a step."""
 OTHER_SCALE = 0.6
-"""A scale that is D_k ** -0.5 of no case."""
+"""A scale of scores that differs from D_k ** -0.5 in every case."""
 MOSTLY_SHORT = {
     "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
     "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
 }
-"""Lengths of packed sequences whose padded batch would be mostly padding, so that no backend makes one."""
+"""Packed shapes of a few long and many short sequences. A padded batch of them would be mostly padding, so no backend makes one."""
 
 
 @frozen(kw_only=True)
@@ -37,9 +37,9 @@ class Case:
     dtype: torch.dtype
     layout: Layout = Layout.DENSE
     holes: bool = False
-    """Mix -1 into block_indices, rows of only -1 included."""
+    """True: -1 is mixed into block_indices, and some rows hold only -1."""
     logit_scale: float = 1.0
-    """Factor of q: large logits overflow in a softmax that subtracts the maximum of another row."""
+    """Factor of q. Large logits show a softmax that subtracts the maximum of another row, because it overflows."""
     window: Literal["whole", "ring", "tail"] = "whole"
     """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
     has_shared_keys: bool = False
@@ -49,7 +49,7 @@ class Case:
     scale: float | None = None
     """Factor of the scores; None is D_k ** -0.5."""
     is_in_fp8: bool = False
-    """The stores of tokens are FP8 numbers with scales; a case of a step, without gradients."""
+    """True: the stores of tokens hold FP8 numbers with scales. Such a case is a step without gradients."""
 
     @property
     def is_step(self) -> bool:
@@ -58,12 +58,12 @@ class Case:
 
     @property
     def step_counts(self) -> tuple[int, ...]:
-        """Return the number of valid rows of each sequence of the step; the first has them all."""
+        """Return the number of valid rows of each sequence of the step; in the first sequence all rows are valid."""
         return (1,) * self.shape.batch if self.has_one_row else STEP_COUNTS[: self.shape.batch]
 
     @property
     def needs_keys(self) -> bool:
-        """Return True if only Keys describe the stores: those of a ring, of a window's last tokens, or of FP8."""
+        """Return True if the case needs Keys to describe its stores: a ring, a window's last tokens, or FP8 stores."""
         return self.window != "whole" or self.is_in_fp8
 
     def concerns(self, operation: Operation) -> bool:
@@ -76,9 +76,9 @@ class Case:
 
 
 def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """Yield the cases: every edge length of `geometry`, and head ratios, layouts and dtypes.
+    """Yield the cases: every edge length of `geometry`, head ratios, layouts and dtypes.
 
-    Some have another geometry, in which scores choose most blocks.
+    Some cases have another geometry, in which scores choose most blocks.
     """
     base = Shape(geometry=geometry)
     decisive = evolve(base, geometry=ONE_LOCAL, num_queries=30)
@@ -92,7 +92,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
         for dims in ((8, 8), (4, 10)):
             shape = evolve(decisive, head_dim_qk=dims[0], head_dim_v=dims[1])
             yield Case(name=f"{kind} D={dims}", shape=shape, dtype=dtype, scale=OTHER_SCALE)
-        # sizes and a window that attention without one takes
+        # a window of all tokens, in sizes that kernels for attention without a window support
         wide = evolve(decisive, geometry=evolve(ONE_LOCAL, window_size=64), batch=2, head_dim_qk=16, head_dim_v=16, seed=9)
         yield Case(name=f"{kind} window of all tokens", shape=wide, dtype=dtype)
         packed = evolve(base, lengths=(13, 0, 1, 37, 7, 8), surplus_blocks=2)
@@ -160,10 +160,10 @@ class Problem(NamedTuple):
     """The tensors of a case and how its queries are placed."""
 
     inputs: Inputs
-    """In a step: q and gates are the step's rows, the stores are NaN where no token is yet. For stores of FP8: what their numbers stand for."""
+    """In a step: q and gates hold the step's rows, and stores hold NaN in rows without a token. For FP8 stores: the numbers times their scales."""
     block_indices: Tensor
     options: dict[str, Any]
-    """Keywords of the oracle. It has no pages and no ragged rows, and gets a padded batch instead."""
+    """Keywords of the oracle. The oracle has no pages and no ragged rows; it gets a padded batch instead."""
     page_table: Tensor | None
 
 
@@ -221,7 +221,7 @@ def _page_table(case: Case, device: torch.device) -> Tensor:
 
 
 def paged(store: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Return `(pages, page_size, G, D)` of a store `(B, T, G, D)`; differentiable. Rows of the last pages beyond the store are NaN."""
+    """Return a store `(B, T, G, D)` cut into pages `(pages, page_size, G, D)`; differentiable. Rows after the end of the store are NaN."""
     batch, pages = page_table.shape
     missing = pages * page_size - store.shape[1]
     tail = store.new_full((batch, missing, *store.shape[2:]), float("nan"))
@@ -245,13 +245,13 @@ class Arrangement(NamedTuple):
         return options if table is None else options | {"page_table": table}
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return a tensor with a row per query, `(B, S, ...)`, as the operation takes it; differentiable."""
+        """Return x `(B, S, ...)`, with a row per query, in the layout of the operation; differentiable."""
         if self.case.layout is not Layout.RAGGED:
             return x
         return x[self._is_row(x)].unsqueeze(0)
 
     def store(self, x: Tensor) -> Tensor:
-        """Return keys or values `(B, T, G, D)` as the operation takes them: cut into pages where the case is; differentiable."""
+        """Return keys or values `(B, T, G, D)` in the layout of the operation, cut into pages in a case with pages; differentiable."""
         if self.problem.page_table is None:
             return x
         geometry = self.case.shape.geometry
@@ -260,7 +260,7 @@ class Arrangement(NamedTuple):
         return paged(x, self.problem.page_table, size)
 
     def padded(self, x: Tensor, fill: float) -> Tensor:
-        """Return a result of the operation with a row per query of the oracle's batch, `fill` where a row does not count."""
+        """Return a result of the operation with a row per query of the oracle's batch; rows without a valid query hold `fill`."""
         if self.case.layout is not Layout.RAGGED:
             return x
         is_row = self._is_row(x)
@@ -268,7 +268,7 @@ class Arrangement(NamedTuple):
         return whole.index_put((is_row,), x[0])
 
     def window(self, k: Tensor, v: Tensor) -> Keys:
-        """Return the sliding branch's keys of a ring or tail case, NaN in rows that hold no token; differentiable."""
+        """Return the sliding branch's keys of a case with a ring or a tail; rows without a token are NaN; differentiable."""
         start, length = self.problem.options["query_start"], k.shape[1]
         end = (start + self.problem.options["query_count"]).long().unsqueeze(1)
         size = self.case.shape.geometry.window_size - 1 + self.case.step_counts[0]
@@ -285,7 +285,7 @@ class Arrangement(NamedTuple):
         return Keys(picked(k), picked(v), length if is_ring else size, first=None if is_ring else first, ring=is_ring)
 
     def tokens(self, k: Tensor, v: Tensor) -> Keys:
-        """Return a branch's keys of a cached case; in FP8 where the case is."""
+        """Return a branch's keys of a cached case, in FP8 if the case is in FP8."""
         if not self.case.is_in_fp8:
             return Keys(k, v, k.shape[1])
         (k, k_scale), (v, v_scale) = (fp8_of(x.detach(), seed) for seed, x in enumerate((k, v)))

@@ -1,4 +1,4 @@
-"""The conformance kit: one call runs a backend, forward and backward, against the oracle.
+"""The conformance kit: one call compares a backend with the oracle, forward and backward.
 
     from nsa_core.testing.conformance import check_backend
     print(check_backend(MyBackend()))
@@ -41,7 +41,7 @@ class ConformanceError(NSAError, AssertionError):
 
 @frozen(kw_only=True)
 class ConformanceReport:
-    """The cases that were run, those that the backend declined (or the gradient of lse of a case), and the failures."""
+    """The names of cases that passed; the cases, or gradients of lse, that the backend declined; and the failures, a line each."""
 
     backend: str
     operation: Operation
@@ -60,18 +60,19 @@ class ConformanceReport:
 
 
 def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu", geometry: BlockGeometry = SMALL) -> ConformanceReport:
-    """Return the report of `backend`, forward and (where it offers gradients) backward, against the float64 oracle.
+    """Compare `backend` with the float64 oracle, forward and (if it has gradients) backward, and return the report.
 
-    Attention and selection run on dense, packed, cached, paged and ragged batches; WIN and NSA also over a ring and over a
-    window's last tokens, and NSA with one k and v for the selected and the sliding branch. SLC, WIN and NSA run over stores of FP8
-    as well. Some cases have a scale that is not D_k ** -0.5. SELECT gets NaN for `cmp.v`. APPEND is compared with a plain
-    loop over steps, ROTATE with products of complex numbers, CHOOSE with the reference's choice, bit by bit.
+    Attention and selection run on dense, packed, cached, paged and ragged batches. WIN and NSA also run over a ring and over a window's last
+    tokens, and NSA with one k and v for the selected and the sliding branch. SLC, WIN and NSA also run over stores of FP8. Some cases
+    have a scale that is not D_k ** -0.5. SELECT gets NaN for `cmp.v`. APPEND is compared with a plain loop over steps, ROTATE with products
+    of complex numbers, and CHOOSE bit by bit with the reference's choice.
+
     Limits relative to the largest value: 1e-12 in float64, 1e-5 in float32; in bf16 and fp16 twice the error of torch's MATH attention
-    plus 2^-8. Selections must equal the oracle's above the near-tie margin. If `capability.lse_gradient` is False, the gradient of lse
+    plus 2^-8. Chosen blocks must equal the oracle's, except at near ties. If `capability.lse_gradient` is False, the gradient of lse
     counts as declined, and the rest of a case is compared.
 
     Raises:
-        ConformanceError: if a case fails, the backend declines every case, or too few choices are far enough from a tie.
+        ConformanceError: if a case fails, the backend declines every case, or too many choices are near ties.
     """
     others = tuple(other for other in sdpa_backends() if (other.name, other.operation) != (backend.name, backend.operation))
     registry = BackendRegistry((backend, *others))
@@ -120,7 +121,7 @@ def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometr
 
 
 class _Choice(AttentionObserver):
-    """Keeps the choice of a call; None if a fused backend returns its sum alone."""
+    """An observer that keeps the chosen blocks of a call; None if a fused backend returns its sum alone."""
 
     block_indices: Tensor | None = None
 
@@ -130,7 +131,7 @@ class _Choice(AttentionObserver):
 
 
 def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry: BackendRegistry) -> tuple[list[str], Comparable]:
-    """Return the differences from the oracle, and how many rows scores decided and how many of those are near ties."""
+    """Return the differences from the oracle, and the counts of rows that scores decide and of near ties among them."""
     problem = problem_of(case, device)
     if backend.operation is Operation.SELECT:
         return _check_selection(backend, problem, case, registry)
@@ -201,7 +202,7 @@ def _run_over_keys(operation: Operation, operands: tuple[Tensor, ...], arrangeme
 
 
 def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **keywords: Any) -> Tensor:
-    """Return `select_blocks`, whose backend gets NaN for the values, which it must not read."""
+    """Return what `select_blocks` returns; the backend gets NaN as values, because it must not read them."""
     placement = {name: keywords[name] for name in ("cu_seqlens", "query_start", "query_count", "page_table") if name in keywords}
     queries = queries_of(q, **placement)
     pairs = {"_cmp": (k_cmp, torch.full_like(k_cmp, float("nan")))}
@@ -248,7 +249,7 @@ def _wrong_dtypes(got: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
 
 
 def _evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...], kept: Tensor, capability: Capability) -> dict[str, Tensor]:
-    """Return out, lse and, as far as `capability` goes, the gradients of a fixed random combination of out, and of one of out and lse."""
+    """Return out, lse, and the gradients that `capability` offers: of a fixed random combination of out, and of one of out and lse."""
     leaves = tuple(x.detach().clone().requires_grad_(capability.gradient) for x in operands)
     result = function(*leaves)
     out, lse = result if isinstance(result, tuple) else (result, None)
@@ -298,7 +299,7 @@ def _oracle_lse(problem: Problem) -> Tensor:
 
 
 def _check_selection(backend: BranchBackend, problem: Problem, case: Case, registry: BackendRegistry) -> tuple[list[str], Comparable]:
-    """Return the faults of the backend's choice, except at near ties, and the counts of rows."""
+    """Return the errors of the backend's choice, except at near ties, and the counts of rows."""
     lse = _oracle_lse(problem).to(torch.promote_types(case.dtype, torch.float32))
     operands, options = (problem.inputs.q, problem.inputs.k_cmp, lse), {"backend": _by_name(backend), "registry": registry}
     got = _run_operation(Operation.SELECT, operands, Arrangement(case, problem), options)
@@ -307,7 +308,7 @@ def _check_selection(backend: BranchBackend, problem: Problem, case: Case, regis
 
 
 def _wrong_choices(got: Tensor, expected: Tensor, near: Tensor) -> list[str]:
-    """Return the faults of the choice `got`, except at near ties."""
+    """Return the errors of the choice `got`, except at near ties."""
     if got.dtype != torch.int32 or got.shape != expected.shape:
         return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"]
     wrong = (got != expected.to(got.device)).any(-1) & ~near.to(got.device)

@@ -19,7 +19,7 @@ SMALL = BlockGeometry(
     num_local_blocks=2,
     window_size=12,
 )
-"""A geometry with all its edges within a few dozen tokens."""
+"""A small geometry: all its edges, such as the ends of blocks and of the window, lie within a few dozen tokens."""
 
 ONE_LOCAL = BlockGeometry(
     compression_block_size=2,
@@ -33,12 +33,12 @@ ONE_LOCAL = BlockGeometry(
 """A geometry in which scores choose all blocks except the query's own, from the 13th token on; l < l'."""
 
 EQUAL_BLOCKS = evolve(ONE_LOCAL, compression_block_size=4, compression_stride=2)
-"""The same with l = l', so that a compressed block may begin in one selection block and end in the next."""
+"""ONE_LOCAL with l = l', so that a compressed block may begin in one selection block and end in the next."""
 
 
 @frozen(kw_only=True)
 class Shape:
-    """Sizes of inputs to make. `lengths` packs sequences (then batch is 1 and num_queries their sum)."""
+    """Sizes of the inputs to make. With `lengths`, sequences of these lengths are packed in one row, and `batch` and `num_queries` are ignored."""
 
     geometry: BlockGeometry = SMALL
     batch: int = 1
@@ -50,22 +50,22 @@ class Shape:
     head_dim_v: int = 6
     seed: int = 0
     surplus_blocks: int = field(default=0)
-    """Compressed rows beyond the last block; filled with NaN, because they are never read."""
+    """Number of rows after the last compressed block; they hold NaN, because they must never be read."""
 
     @property
     def total(self) -> int:
-        """Return S."""
+        """Return S, the query tokens of a batch entry."""
         return self.num_queries if self.lengths is None else sum(self.lengths)
 
     @property
     def num_blocks(self) -> int:
-        """Return the compressed blocks of a batch entry, over all packed sequences."""
+        """Return the number of compressed blocks of a batch entry, for all packed sequences together."""
         lengths = (self.num_queries,) if self.lengths is None else self.lengths
         return sum(blocks.num_compressed_blocks(length, self.geometry) for length in lengths)
 
 
 class Inputs(NamedTuple):
-    """The tensors of `nsa_attention`, in its order, and where packed sequences begin."""
+    """The tensors of `nsa_attention` in its order, and `cu_seqlens` of packed sequences."""
 
     q: Tensor
     k_cmp: Tensor
@@ -122,9 +122,9 @@ def _with_surplus(x: Tensor, rows: int) -> Tensor:
 
 
 def random_block_indices(shape: Shape, *, holes: bool = False, device: torch.device | str = "cpu") -> Tensor:
-    """Return int32 block_indices `(B, S, G, n)`: distinct candidates of every query, in any order; `holes` mixes in -1.
+    """Return int32 block_indices `(B, S, G, n)`: distinct candidates of every query, in random order.
 
-    With holes, some rows name no block at all.
+    With `holes`, -1 is mixed in, and some rows name no block.
     """
     generator = torch.Generator().manual_seed(shape.seed + 1)
     geometry, count = shape.geometry, shape.geometry.num_selected_blocks

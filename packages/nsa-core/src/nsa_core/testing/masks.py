@@ -12,28 +12,28 @@ from nsa_core.testing.inputs import Shape
 
 
 def window_mask(length: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
-    """Return bool `(S, T)`: query t sees t - w < s <= t. The queries are at `positions`, by default all."""
+    """Return bool `(S, T)`: query t sees keys s with t - w < s <= t. The queries are at `positions`; None: at 0 .. length - 1."""
     t = torch.arange(length) if positions is None else positions
     distance = t.unsqueeze(1) - torch.arange(length, device=t.device)
     return (distance >= 0) & (distance < geometry.window_size)
 
 
 def compressed_mask(length: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
-    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t. The queries are at `positions`, by default all."""
+    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t. The queries are at `positions`; None: at 0 .. length - 1."""
     t = torch.arange(length) if positions is None else positions
     ends = torch.arange(num_blocks, device=t.device) * geometry.compression_stride + geometry.compression_block_size - 1
     return ends <= t.unsqueeze(1)
 
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """Return torch's MATH attention `(B, S, H, D_v)` under a mask broadcastable to (B, G, S, T); empty rows give 0."""
+    """Return torch's MATH attention `(B, S, H, D_v)` with a mask that broadcasts to (B, G, S, T); rows that see nothing give 0."""
     groups = q.shape[2] // k.shape[2]
     mask = mask.to(q.device).expand(q.shape[0], k.shape[2], q.shape[1], k.shape[1]).repeat_interleave(groups, 1)
     sees = mask.any(-1, keepdim=True)
     heads = q.transpose(1, 2)
     keys, values = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):
-        # an all-False row would be NaN: it sees everything here, and is set to 0 below
+        # a row that sees nothing would give NaN, so it sees everything here, and is set to 0 below
         out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask | ~sees, scale=scale)
     return torch.where(sees, out, 0).transpose(1, 2)
 
@@ -41,7 +41,7 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float |
 def branch_attention(
     operation: Operation, tensors: tuple[Tensor, ...], block_indices: Tensor, shape: Shape, scale: float | None = None
 ) -> Tensor:
-    """Return a branch, or the gated sum of all, by `math_attention`; packed sequences by a block-diagonal mask."""
+    """Return the output of a branch, or the gated sum of all branches, by `math_attention`; packed sequences have a block-diagonal mask."""
     if operation is Operation.NSA:
         q, *pairs, gates = tensors
         branches = (Operation.CMP, Operation.SLC, Operation.WIN)

@@ -1,7 +1,7 @@
 """Properties of every backend, as functions that a test calls with drawn shapes.
 
-Each takes a `Shape` and where to run, and raises AssertionError. The backend is selected by name, so no other one
-can run. Tokens are rows of q and of the keys; a compressed block has the position of its last token.
+Each function takes a `Shape` and a `Where` (backend, device, dtype), and raises AssertionError if the property does not hold. The backend is
+selected by name, so no other backend can run. Tokens are rows of q and of the keys; a compressed block has the position of its last token.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class Where:
         return make_inputs(shape, self.dtype, self.device)
 
     def tensors(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return the tensors that the branches read. A shared k, or v, alternates columns of both branches', so that both count."""
+        """Return the tensors that the branches read. A shared k or v takes its columns in turn from both branches', so that both have an effect."""
         q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs.tensors
         if not self.has_shared_keys:
             return inputs.tensors
@@ -65,7 +65,7 @@ def block_rows(shape: Shape) -> Tensor:
 
 
 def _later(shape: Shape, row: int) -> list[Tensor]:
-    """Return, per tensor of `Inputs`, bool along its rows: True after `row`."""
+    """Return for each tensor of `Inputs` a bool mask of its rows: True after `row`."""
     tokens = torch.arange(shape.total) > row
     ends = block_rows(shape) > row
     return [tokens if place in TOKEN_TENSORS else ends for place in range(8)]
@@ -83,7 +83,7 @@ def _perturbed(inputs: Inputs, shape: Shape, row: int, magnitude: float) -> Inpu
 
 
 def check_past_outputs_and_choices(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(a): outputs and selections at <= row are bit-identical when tokens after `row` change, to numbers of any `magnitude`."""
+    """(a): outputs and chosen blocks up to `row` stay bit-identical if tokens after `row` change to numbers of any `magnitude`."""
     inputs = where.inputs(shape)
     changed = _perturbed(inputs, shape, row, magnitude)
     here = slice(0, row + 1)
@@ -92,7 +92,7 @@ def check_past_outputs_and_choices(shape: Shape, row: int, where: Where, *, magn
 
 
 def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(b): the gradient of outputs at <= row with respect to anything after `row`, of any `magnitude`, is exactly 0."""
+    """(b): the gradient of outputs up to `row` with respect to anything after `row` is exactly 0, for numbers of any `magnitude`."""
     inputs = where.inputs(shape)
     if magnitude != 1.0:
         inputs = _perturbed(inputs, shape, row, magnitude)
@@ -104,7 +104,7 @@ def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where
 
 
 def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(c): with dO = 0 after `row`, gradients at <= row do not change with tokens after it, and those after are exactly 0.
+    """(c): with dO = 0 after `row`, gradients up to `row` do not depend on tokens after it, and gradients after it are exactly 0.
 
     The tokens after `row` change to numbers of any `magnitude`.
     """
@@ -124,7 +124,7 @@ def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: flo
 
 
 def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
-    """Permuting the query heads of a group permutes the outputs, and does not change the chosen blocks above the near-tie margin."""
+    """Permuting the query heads of a group permutes the outputs, and does not change the chosen blocks, except at near ties."""
     inputs = where.inputs(shape)
     size = shape.num_heads // shape.num_kv_heads
     generator = torch.Generator().manual_seed(shape.seed)
@@ -162,7 +162,7 @@ def check_packed_equals_separate(shape: Shape, where: Where) -> None:
 
 
 def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -> None:
-    """Steps over stores that already hold their tokens give the same outputs as one pass; rows of a store after the tokens may be NaN."""
+    """Steps over stores that already hold the steps' tokens give the same outputs as one pass. Rows of a store after the tokens may be NaN."""
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     bounds = sorted({0, shape.num_queries, *(cut for cut in cuts if cut < shape.num_queries)})
@@ -177,7 +177,7 @@ def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -
 
 
 def check_mixed_steps(shape: Shape, where: Where) -> None:
-    """Sequences of one batch may have different positions and numbers of rows; the rest give 0."""
+    """In a step, the sequences of a batch may have different positions and numbers of rows; invalid rows give 0."""
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     length, rows = shape.num_queries, max(1, shape.num_queries // 2)
@@ -204,7 +204,7 @@ def check_batch_permutes(shape: Shape, where: Where) -> None:
 
 
 def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
-    """A branch whose gate is 0 contributes exactly as much as an absent one."""
+    """A branch whose gate is 0 gives exactly the same sum as an absent branch."""
     inputs = where.inputs(shape)
     for place, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
         gates = inputs.gates.clone()
@@ -232,7 +232,7 @@ def check_equals_dense(shape: Shape, where: Where) -> None:
 
 
 def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
-    """Outputs and the gradients of q, every k and v, and the gates equal the float64 oracle's, without the rows near a tie."""
+    """Outputs and the gradients of q, every k and v, and the gates equal the float64 oracle's, except in rows that are near ties."""
     inputs = where.inputs(shape)
     rows = ~_near_ties(inputs, shape).any(-1)
     weights = torch.randn(inputs.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(inputs.q)
@@ -250,10 +250,10 @@ def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
 
 
 def _near_ties(inputs: Inputs, shape: Shape) -> Tensor:
-    """Return bool `(B, S, G)`: the near ties, where outputs may differ.
+    """Return bool `(B, S, G)`: the near ties, in which outputs may differ.
 
     Raises:
-        AssertionError: if they are so many that little would be compared.
+        AssertionError: if so many rows are near ties that few would be compared.
     """
     exact = inputs.to(torch.float64)
     options: dict[str, Any] = {"geometry": shape.geometry, "cu_seqlens": exact.cu_seqlens}
@@ -262,7 +262,7 @@ def _near_ties(inputs: Inputs, shape: Shape) -> Tensor:
     # float64 and float32 have a fixed margin
     is_low = inputs.q.dtype not in NEAR_TIE
     highest = naive.importance(exact.q, exact.k_cmp, lse, **options).amax(-1) if is_low else margin
-    # equal scores (a margin of exactly 0, from blocks that see nothing) are no tie between backends: the lower block wins
+    # a margin of exactly 0, as between blocks of importance 0, is not a near tie: every backend chooses the lower block
     near = (margin <= near_tie_margin(highest, inputs.q.dtype)) & (margin > 0)
     rows = Comparable(int((margin < float("inf")).sum()), int(near.sum()))
     assert rows.are_enough, f"{rows.near_ties} of {rows.decided} choices are too close to call; draw another shape or seed"

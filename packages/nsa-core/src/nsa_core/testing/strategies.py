@@ -1,4 +1,4 @@
-"""Hypothesis strategies for geometries and shapes: small, and likely to hit every edge."""
+"""Hypothesis strategies that draw small geometries and shapes, which are likely to hit every edge."""
 
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def geometries(draw: st.DrawFn) -> BlockGeometry:
 
 
 def edge_lengths(geometry: BlockGeometry) -> list[int]:
-    """Return lengths at and around every edge of `geometry`: 1, l, d, l', w, n * l', and odd primes."""
+    """Return lengths at or around every edge of `geometry` (1, l, d, l', w, n * l'), and odd primes."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
     block, window = geometry.selection_block_size, geometry.window_size
     edges = {1, stride, block, window, 3, 13, 37, 53}
@@ -39,7 +39,7 @@ def edge_lengths(geometry: BlockGeometry) -> list[int]:
 
 @st.composite
 def shapes(draw: st.DrawFn, *, packed: bool | None = None, max_length: int = 64) -> Shape:
-    """Draw a shape, packed or not; packed ones may hold empty sequences."""
+    """Draw a shape, packed or not (`packed` None: either). A packed shape may hold empty sequences."""
     geometry = draw(geometries())
     lengths = st.sampled_from([length for length in edge_lengths(geometry) if length <= max_length])
     num_heads, num_kv_heads = draw(st.sampled_from(HEADS))

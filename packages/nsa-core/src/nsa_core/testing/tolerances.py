@@ -1,4 +1,4 @@
-"""Tolerances: fixed limits for float64 and float32, torch's own error in lower precision."""
+"""Tolerances: fixed limits for float64 and float32; in lower precision a limit from torch's own error."""
 
 from typing import NamedTuple, TypeVar
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Largest error relative to the largest reference value."""
+"""Dtype -> largest allowed error, relative to the largest reference value."""
 SMALLEST_SCALE = 0.1
-"""Errors of results below this are taken relative to it: such results are sums of products around 1 that cancel."""
+"""Smallest value to which errors are relative. Results below it are sums of products around 1 that cancel."""
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Two backends may rank scores that are closer than this in either order."""
+"""Dtype -> margin of a near tie: two backends may rank scores that are closer than this in either order."""
 Size = TypeVar("Size", float, Tensor)
-"""One size, or one for each row."""
+"""One number for a whole result, or a tensor with one for each row."""
 
 
 def allowed(scale: Size, dtype: torch.dtype, torch_error: Size) -> Size:
-    """Return the largest allowed error of a result in `dtype` with largest value `scale`.
+    """Return the largest allowed error of a result in `dtype` whose largest value is `scale`.
 
-    float64 and float32: `LIMITS` times the largest value. Below: twice the error of torch's MATH SDPA with an explicit
-    mask in that dtype (`torch_error`), plus 2^-8 of the largest value.
+    For float64 and float32 it is `LIMITS` times `scale`. For lower precision it is twice `torch_error`, the error of torch's MATH SDPA with an
+    explicit mask in that dtype, plus 2^-8 of `scale`.
     """
     return LIMITS[dtype] * scale if dtype in LIMITS else 2 * torch_error + 2**-8 * scale
 
@@ -41,7 +41,7 @@ def largest(x: Tensor) -> float:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return `max_error` over the largest finite |expected|, which counts as at least `SMALLEST_SCALE`."""
+    """Return `max_error` divided by the largest finite |expected|, which counts as at least `SMALLEST_SCALE`."""
     return max_error(actual, expected) / max(largest(expected), SMALLEST_SCALE)
 
 
@@ -51,12 +51,12 @@ def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0
 
 
 class Comparable(NamedTuple):
-    """Counts of the rows of a choice that are compared between two backends."""
+    """How many rows of a choice of blocks two backends can be compared on."""
 
     decided: int = 0
-    """Rows in which scores decide: a free candidate was chosen and another one was not."""
+    """Rows in which scores decide: one free candidate was chosen and another one was not."""
     near_ties: int = 0
-    """Decided rows that are near ties and not compared."""
+    """Those decided rows that are near ties, and so are not compared."""
 
     @property
     def are_enough(self) -> bool:
@@ -65,7 +65,7 @@ class Comparable(NamedTuple):
 
 
 def near_tie_margin(row_maximum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the margin below which a choice between two scores is a near tie, per row."""
+    """Return for each row the margin below which a choice between two scores is a near tie."""
     if dtype in NEAR_TIE:
         return torch.full_like(row_maximum, NEAR_TIE[dtype])
     return row_maximum * 2**-9
