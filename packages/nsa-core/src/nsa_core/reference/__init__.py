@@ -1,1 +1,1 @@
-"""The oracle (`naive`) and the default backend (`sdpa`), which runs on any device."""
+"""The oracle (`naive`), and the reference backend (`sdpa`), which runs on any device."""

@@ -1,4 +1,4 @@
-"""The reference of the operation APPEND: a step's rows written into a cache's stores, and the compressed blocks that they complete."""
+"""The reference of the operation APPEND: write a step's rows into the stores of a cache, and the compressed blocks that they complete."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ LARGEST_FP8 = 448.0
 
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
     """Write the step's rows and blocks, in place; see `backends.base.AppendBackend`."""
-    # before the ring of raw tokens overwrites those of open blocks
+    # emit blocks first: the new rows overwrite raw tokens that they need
     if blocks is not None:
         emit_blocks(blocks, start, count, geometry, write=write_rows)
     for new in rows:
@@ -40,8 +40,7 @@ def emit_blocks(
 def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
     """Store rows 0 .. count[b] - 1 of `new` from position start[b] on, in place.
 
-    A ring keeps the last rows that fit; rows beyond the end of another store, or of its pages, are dropped. Invalid rows
-    change nothing.
+    A ring keeps the last rows that fit. Any other store drops rows beyond its end, or beyond its pages. Invalid rows change nothing.
     """
     store, num_new = new.store, new.k.shape[1]
     size = store.k.shape[1] * (1 if store.page_table is None else store.page_table.shape[1])
@@ -65,7 +64,7 @@ def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
 
 
 def _page_slots(store: Keys, positions: Tensor, counts: Tensor) -> Tensor:
-    """Return the rows of the paged store, flattened, that hold `positions` `(B, m)`; in the last page for those that no page holds."""
+    """Return the rows of the flattened paged store that hold `positions` `(B, m)`; for positions that no page holds, rows of the last page."""
     assert store.page_table is not None
     num_pages, page_size = store.k.shape[:2]
     pages = store.page_table.long().gather(1, torch.div(positions, page_size, rounding_mode="floor"))
@@ -74,9 +73,10 @@ def _page_slots(store: Keys, positions: Tensor, counts: Tensor) -> Tensor:
 
 
 def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tensor]:
-    """Return the rows `(B, most + m, ...)` of k, of v where there is one, and of scales: `tail[b]` of the ring from first[b] on, then the new ones.
+    """Return rows `(B, most + m, ...)` of k, of v if there is one, and of scales.
 
-    `most` bounds `tail`; rows after the last new one must be ignored.
+    The first tail[b] rows are those of the ring from position first[b] on; the new rows follow them. `most` bounds `tail`. Rows after the
+    last new row must be ignored.
     """
     size, num_new = new.store.k.shape[1], new.k.shape[1]
     index = torch.arange(most + num_new, device=new.k.device).expand(new.k.shape[0], -1)
@@ -92,19 +92,19 @@ def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tens
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x `(..., D)` in float8_e4m3fn and float32 scales `(...)`: a stored number times its scale is the number.
+    """Return x `(..., D)` in float8_e4m3fn, and float32 scales `(...)`: a stored number times its scale is the number in x, up to rounding.
 
     Each row has its own scale, chosen from its largest value.
     """
     # never 0, so that a row of zeros stays zero
     largest = x.abs().amax(-1).float()
-    # on a GPU torch multiplies by a Python number's reciprocal, which rounds differently
+    # divide by a tensor: on a GPU torch would multiply by the reciprocal of a Python number, which rounds differently
     scale = (largest / torch.full_like(largest, LARGEST_FP8)).clamp(min=torch.finfo(torch.float32).tiny)
     return (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scale
 
 
 def _pairs(new: NewRows) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors of a store, each with its new rows: k, v where there is one, and the scales of FP8 stores.
+    """Return the tensors of a store, each with its new rows: k, v if there is one, and the scales of FP8 stores.
 
     FP8 numbers are viewed as bits, which every operation can copy.
     """

@@ -1,4 +1,4 @@
-"""How each branch is cut into tiles: which keys a range of query rows reads, and which of them each row sees."""
+"""Cut each branch into tiles: the keys that a range of query rows reads, and a mask of the keys that each row sees."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,10 +14,11 @@ from nsa_core.reference.rows import num_visible_blocks, rows_of
 from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, accumulator_dtype, rows_per_step
 
 MASKED_RATIO = 8
-"""Selected attention masks all keys if they are at most this many times the n * l' tokens that it would gather."""
+"""Selected attention masks all keys, instead of gathering n * l' tokens, if there are at most this many times as many keys."""
 
 MASKED_ROWS = 128
-"""Query rows of one masked or packed step: few, so that a step reads few keys of other sequences or of the future."""
+"""Maximum number of query rows of a masked step of the selected branch; compressed steps of packed or cached rows have up to 4 times as many. It
+is small, so that a step reads few keys of other sequences or of the future."""
 
 
 class Extent(NamedTuple):
@@ -43,7 +44,7 @@ class Extent(NamedTuple):
         return cls(batch, num_queries, k.shape[1], num_heads, k.shape[2], head_dim + v.shape[-1], itemsize, q.device)
 
     def score_bytes(self, num_keys: int) -> int:
-        """Return the scratch of one query row, in every batch entry, against `num_keys` keys: three score-shaped buffers."""
+        """Return the scratch bytes of one query row, in every batch entry, for scores of `num_keys` keys: three buffers of the scores' shape."""
         return 3 * self.batch * self.num_heads * num_keys * self.itemsize
 
 
@@ -53,7 +54,7 @@ def is_dense(queries: Queries) -> bool:
 
 
 def num_shared_keys(queries: Queries, keys: Keys) -> int:
-    """Return how many of the keys some row may read: all of a packed batch, a sequence's own in a store."""
+    """Return how many rows of the keys the queries may read: in a packed batch all, in a store those of one sequence."""
     return keys.k.shape[1] if queries.cu_seqlens is not None else min(keys.k.shape[1], keys.max_count)
 
 
@@ -90,14 +91,14 @@ def _placed_compressed_tiles(extent: Extent, queries: Queries, keys: Keys, geome
 
 
 def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
-    """Return the keys that rows reading first .. end - 1 may touch: exactly on a CPU, all `most` elsewhere (to avoid a wait)."""
+    """Return a slice that covers the keys first .. end - 1 of all rows: the smallest on a CPU, else all `most` keys, to avoid a wait."""
     if first.numel() and first.device.type == "cpu":
         return KeySlice(min(int(first.min()), most), min(int(end.max()), most))
     return KeySlice(0, most)
 
 
 def window_tiles(queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
-    """Yield the tiles of the sliding branch: runs of rows, each with the window of its first row and its own tokens."""
+    """Yield the tiles of the sliding branch. A tile of consecutive rows reads the window of its first row, and the tokens of its rows."""
     extent = Extent.of(queries, keys)
     if is_dense(queries):
         return _dense_window_tiles(extent, geometry)
@@ -111,7 +112,7 @@ def _dense_window_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Til
     for start in range(0, extent.num_queries, step):
         stop = min(start + step, extent.num_queries)
         first = max(0, start - window + 1)
-        # whole vectors of keys are fastest
+        # a span that begins at a multiple of VECTOR is fastest
         span = KeySlice(first - first % VECTOR, stop)
         index = torch.arange(span.start, stop, device=extent.device)
         distance = index[start - span.start :].unsqueeze(1) - index
@@ -136,10 +137,10 @@ def _placed_window_tiles(extent: Extent, queries: Queries, keys: Keys, geometry:
         start = first * tile_rows
         here = slice(start, start + tiles * tile_rows, tile_rows)
         own = (rows.first_keys + rows.positions)[:, here].unsqueeze(-1) + offsets
-        # keys outside are masked, or belong to no row
+        # indices outside the keys are masked, or belong to invalid rows
         own = own.remainder(extent.num_keys) if keys.ring else own.clamp(0, extent.num_keys - 1)
         index = (own + bases.unsqueeze(-1)).flatten(0, 1)
-        # keys before the sequence, and before the first stored one
+        # reach hides keys before the sequence, and before the first stored key
         reach = _padded(rows.positions + rows.first_keys.clamp(max=0), start, tiles * tile_rows).view(-1, tile_rows, 1)
         visible = (in_window & (distance <= reach)).unsqueeze(1)
         # a row sees at least itself, unless it is invalid or precedes the first key
@@ -153,7 +154,7 @@ def _padded(positions: Tensor, start: int, count: int) -> Tensor:
 
 
 def selected_tiles(queries: Queries, keys: Keys, block_indices: Tensor, geometry: BlockGeometry) -> Iterator[Tile]:
-    """Yield the tiles of the selected branch: masks over all keys if they are few, else gathered blocks."""
+    """Yield the tiles of the selected branch: with masks over all keys if there are few keys, else with gathered blocks."""
     extent = Extent.of(queries, keys)
     gathered = block_indices.shape[-1] * geometry.selection_block_size
     if min(extent.num_keys, keys.max_count) <= MASKED_RATIO * gathered:
@@ -182,7 +183,7 @@ def _masked_selected_tiles(extent: Extent, queries: Queries, keys: Keys, block_i
 
 
 def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
-    """Return the keys before the end of a dense step, and bool `(B, R, G, K)` which of them each row sees."""
+    """Return the keys before the end of a dense step, and bool `(B, R, G, K)`: the keys that each row sees."""
     stop = start + chosen.shape[1]
     index = torch.arange(stop, device=chosen.device)
     causal = index <= index[start:].unsqueeze(1)
@@ -191,8 +192,8 @@ def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[
 
 
 def _relative_view(chosen: Tensor, keys: KeySlice, first: Tensor, positions: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return bool `(B, R, G, K)`: which keys each row sees, counted from the first token of the row's own sequence."""
-    # outside 0 .. own a key belongs to another sequence or to the future
+    """Return bool `(B, R, G, K)`: which of `keys` each row sees; `first` is the index of the first token of the row's own sequence."""
+    # a key outside 0 .. position belongs to another sequence or to the future
     relative = torch.arange(keys.start, keys.stop, device=first.device) - first.unsqueeze(-1)
     inside = (relative >= 0) & (relative <= positions.unsqueeze(-1))
     block = torch.div(relative, geometry.selection_block_size, rounding_mode="floor").clamp(0, chosen.shape[-1] - 1)
@@ -201,7 +202,7 @@ def _relative_view(chosen: Tensor, keys: KeySlice, first: Tensor, positions: Ten
 
 
 def _membership(block_indices: Tensor, own: Tensor, num_blocks: int) -> Tensor:
-    """Return bool `(B, R, G, num_blocks + 1)`: which of the blocks 0 .. own are listed; the last column is always False."""
+    """Return bool `(B, R, G, num_blocks + 1)`: which of the blocks 0 .. own `block_indices` names; the last column is always False."""
     outside = (block_indices < 0) | (block_indices > own[..., None, None])
     listed = torch.where(outside, num_blocks, block_indices).long()
     chosen = torch.zeros(*block_indices.shape[:-1], num_blocks + 1, dtype=torch.bool, device=block_indices.device)

@@ -1,7 +1,7 @@
-"""Dense causal attention, the only place that uses `is_causal=True`.
+"""Dense causal attention. No other file uses torch's `is_causal=True`; a check of the repository makes sure of that.
 
-torch aligns that mask to the top left, so with fewer queries than keys it would hide all but the first keys. So this
-function refuses unequal lengths, and a check of the repository keeps the flag here.
+torch aligns that mask to the top left. With fewer queries than keys it would hide all but the first keys, so `causal_attention` refuses unequal
+lengths.
 """
 
 import torch
@@ -15,14 +15,14 @@ from nsa_core.reference.containment import ORDINARY, is_within, rows_within
 from nsa_core.reference.sdpa import COMPUTE
 
 MODERATE = 2.0**10
-"""Queries and keys up to this keep the float32 exponent score - lse far from overflow, at any head dimension."""
+"""Limit of queries and keys up to which the float32 exponent score - lse is far from overflow, at any head dimension."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
     """Return dense causal attention `(B, S, H, D_v)` of q `(B, S, H, D_k)`, k `(B, S, G, D_k)`, v `(B, S, G, D_v)`.
 
-    torch's kernels compute it. On a CPU, outside torch.compile, the reference computes the rows that see huge numbers, because
-    those kernels let such numbers reach the outputs and gradients of earlier rows.
+    torch's kernels compute it. On a CPU, outside torch.compile, the reference backend computes the rows that see huge numbers, because torch's
+    kernels let such numbers reach the outputs and gradients of earlier rows.
 
     Raises:
         InputError: if q and k differ in length; a step over a cache needs an explicit mask.
@@ -34,7 +34,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
         )
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if factor <= 0:
-        # torch's fused CPU kernel multiplies the -inf of hidden scores by it as well
+        # torch's fused CPU kernel also multiplies the -inf of hidden scores by the factor
         q, factor = q * factor, 1.0
     moderate_q = MODERATE / max(1.0, abs(factor))
     can_read = q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -53,7 +53,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cuda" and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
-        # the one kernel for float32 that stores no (S, S) scores takes no groups of heads
+        # the only float32 kernel that stores no (S, S) scores does not support GQA
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)

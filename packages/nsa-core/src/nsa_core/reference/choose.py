@@ -1,4 +1,4 @@
-"""The reference of the operation CHOOSE: top-n of importance that a kernel computed (Eq. 10, 11)."""
+"""The reference of the operation CHOOSE: top-n of importance that another backend's kernel computed (Eq. 10, 11)."""
 
 import torch
 from torch import Tensor

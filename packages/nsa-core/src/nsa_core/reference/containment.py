@@ -1,16 +1,16 @@
-"""Confines huge numbers, infinities and NaN to the rows that see them: 0 times a number that is not finite is not 0.
+"""Keep huge numbers, infinities and NaN in the rows that see them. A weight of 0 alone does not: 0 times NaN or infinity is NaN.
 
-Numbers are read only on a CPU, where reading does not wait; elsewhere every tensor may hold anything.
+Numbers are read only on a CPU, where reading does not wait. On other devices every tensor is treated as if it could hold any number.
 """
 
 import torch
 from torch import Tensor
 
 ORDINARY = 2.0**40
-"""Sums of products of three numbers up to this are finite in float32, so that a weight of 0 hides them."""
+"""Limit of an *ordinary* number. Sums of products of three ordinary numbers are finite in float32, so that a weight of 0 hides them."""
 
 EXPONENT = 2.0**10
-"""Up to this lse a float32 exponent score - lse errs by less than 1e-4; far beyond, it overflows."""
+"""Largest |lse| for the fused backward operator. Up to it, the error of a float32 exponent score - lse is below 1e-4; far beyond, it overflows."""
 
 
 def is_within(x: Tensor, limit: float) -> bool:
@@ -19,7 +19,7 @@ def is_within(x: Tensor, limit: float) -> bool:
         return True
     x = x.detach()
     if x.is_contiguous() and x.dtype in (torch.float32, torch.float64):
-        # the sum of squares costs a quarter of finding the extremes, and nearly always decides
+        # the sum of squares takes a quarter of the time of aminmax, and is nearly always enough
         flat = x.view(-1)
         if float(torch.dot(flat, flat)) <= limit * limit:
             return True
@@ -33,7 +33,7 @@ def rows_within(x: Tensor, limit: float) -> Tensor:
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Return True if every |number| is at most `ORDINARY`; False if checking would wait for the device."""
+    """Return True if all numbers are ordinary; False if they are not, or if reading them would wait for the device."""
     return all(x is None or (x.device.type == "cpu" and is_within(x, ORDINARY)) for x in tensors)
 
 
@@ -49,11 +49,11 @@ def rows_with_gradient(dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def fusable_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bool `(X, G, R, M)`, the rows that the fused operator may take, and the keys and values for it.
+    """Return bool `(X, G, R, M)`, the rows that the fused operator may compute, and the keys and values to pass to it.
 
-    The operator adds a bias to hidden scores and multiplies hidden values by 0, which does not hide huge numbers. It may take
-    a row if q, and all keys and values that the row sees, are ordinary; it gets zeros for the others. So
-    later rows never change how a row is computed.
+    The operator adds a bias to hidden scores and multiplies hidden values by 0, which does not hide huge numbers. It may compute a row if q, and
+    all keys and values that the row sees, are ordinary. Keys and values that are not ordinary are passed as zeros. So later tokens never
+    change how a row is computed.
     """
     inside = rows_within(keys, ORDINARY) & rows_within(values, ORDINARY)
     keys, values = only(inside, keys, values)
@@ -61,7 +61,7 @@ def fusable_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tu
 
 
 def finite(x: Tensor) -> Tensor:
-    """Return x `(..., D)` with zeros for the rows that hold an infinity or NaN."""
+    """Return x `(..., D)` with zeros in the rows that hold an infinity or NaN."""
     return only(is_finite(x), x)[0]
 
 
@@ -71,7 +71,7 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def sees_no_number(values: Tensor, visible: Tensor) -> Tensor:
-    """Return bool `(X, G, R, 1)`: the rows that see a value `(X, G, K, D)` with an infinity or NaN, `visible` as a tile's is."""
+    """Return bool `(X, G, R, 1)`: the rows that see a row of `values` `(X, G, K, D)` with an infinity or NaN; `visible` is a tile's mask."""
     return _sees(visible, ~is_finite(values))
 
 

@@ -1,8 +1,8 @@
-"""torch's fused CPU attention that also yields lse, by feature test: the one file that calls it.
+"""torch's fused CPU attention, which also returns lse. No other file calls it; `is_fusable` tests if this version of torch has it.
 
-Public `scaled_dot_product_attention` returns no lse. The operator behind it on a CPU does, takes a mask, and holds no
-scores, so short sequences are about twice as fast as with separate products. Its mask is a bias: the caller keeps scores
-far below `HIDDEN`, and everything finite.
+The public function `scaled_dot_product_attention` returns no lse. The private operator that it calls on a CPU does. That operator takes a mask
+and stores no scores, so short sequences are about twice as fast as with separate products. It adds the mask to the scores as a bias, so
+the caller must keep all numbers finite and the size of scores far below that of `HIDDEN`.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,27 @@ _BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu
 
 
 HIDDEN = torch.finfo(torch.float32).min / 4
-"""Added to a score that must not count: far below every score, and finite, so that a row of them stays finite."""
+"""Bias that is added to a hidden score. It is far below every score, and finite, so that a row of hidden scores stays finite."""
 
 
 LARGEST_SCALE = 2.0**30
-"""Up to this scale ordinary queries and keys make scores that stay away from `HIDDEN`."""
+"""Largest scale for which the scores of ordinary queries and keys stay far from `HIDDEN`."""
 
 
 def is_fusable(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Return True if the operator exists and takes the tensors: float32 on a CPU, D_k = D_v, and no huge scale."""
+    """Return True if the operator exists and supports the call: float32 tensors on a CPU, D_k = D_v, and no huge scale."""
     exists = _FORWARD is not None and _BACKWARD is not None and abs(scale) <= LARGEST_SCALE
     return exists and q.device.type == "cpu" and q.dtype == k.dtype == torch.float32 and q.shape[-1] == v.shape[-1]
 
 
 VECTOR = 16
-"""Keys whose exponentials the operator takes at once; it processes the rest one by one, several times slower."""
+"""Number of keys whose exponentials the operator computes at once; it computes the rest one by one, several times slower."""
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(X, G, R, M, D)` and lse `(X, G, R, M)` of q `(X, G, R, M, D)` over k, v `(X, G, K, D)`.
 
-    `visible`, bool `(X, G, R, K)`, or 1 for X and G, serves all M heads, which run one by one, so that it is never repeated.
+    `visible` is bool `(X, G, R, K)`; X and G may be 1. It is the same for all M heads, which run one by one, so that it is never repeated.
     """
     assert _FORWARD is not None
     bias = _bias(visible)
@@ -48,7 +48,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
 def fused_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of `fused_attention` for the gradient of out only."""
+    """Return dq, dk, dv of `fused_attention`; lse has no gradient here."""
     assert _BACKWARD is not None
     bias = _bias(visible)
     q, k, v = _with_rows_in_place(q, k, v)
@@ -75,14 +75,14 @@ def _with_rows_in_place(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_head(*rows: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return `rows` `(X, G, R, M, ...)` head by head as `(X, G, R, ...)`; the heads of a single row become rows, in one call."""
+    """Return `rows` `(X, G, R, M, ...)` head by head as `(X, G, R, ...)`. If R = 1, the M heads become rows, so that one call serves all."""
     if rows[0].shape[2] == 1:
         return [tuple(x.squeeze(2) for x in rows)]
     return list(zip(*(x.unbind(3) for x in rows), strict=True))
 
 
 def _whole_vectors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return k, v, bias for the calls of `_by_head`, the keys padded to whole vectors with hidden ones."""
+    """Return k, v, bias for the calls of `_by_head`; hidden keys pad the keys to a multiple of VECTOR, except if R = 1."""
     num_rows, surplus = q.shape[2], -k.shape[2] % VECTOR
     if num_rows == 1:
         return k, v, bias.expand(-1, -1, q.shape[3], -1)
@@ -93,5 +93,5 @@ def _whole_vectors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tenso
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the parts from `_by_head` joined to `(X, G, R, M, ...)`, in the layout of q `like`."""
+    """Return `parts`, one for each entry of `_by_head`, joined to `(X, G, R, M, ...)`; `like` is q."""
     return parts[0].unsqueeze(2) if like.shape[2] == 1 else torch.stack(list(parts), 3)

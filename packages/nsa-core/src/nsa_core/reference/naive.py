@@ -1,15 +1,15 @@
 """The oracle: the equations of arXiv 2502.11089 as plain loops over batch, sequence, query, head and block.
 
-Written from the equations alone, in the dtype of its input (at least float32 inside; tests feed float64),
-differentiable through autograd, slow on purpose. It shares no code with the backends that it checks; where they use closed forms, it counts.
+It is written from the equations alone. It computes in the dtype of its input, at least float32 (tests pass float64), is differentiable
+through autograd, and slow on purpose. It shares no code with the backends that it checks; where they use closed forms, it counts.
 
 Shapes: q (B, S, H, D_k), k (B, T, G, D_k), v (B, T, G, D_v), out (B, S, H, D_v), lse (B, S, H), natural log; T = S
 unless `query_start` says otherwise. Query head h reads KV head h // (H // G). The query at position t of its sequence
 owns the diagonal: it sees itself. A query that sees nothing gives out 0, lse -inf and zero gradients.
 
-Layouts. Dense: every batch entry is one sequence. Packed (`cu_seqlens` given, B = 1): sequences one after another, and
-so are their compressed blocks. Cached (`query_start` given): row i of sequence b is at position
-query_start[b] + i, the keys hold the sequence from token 0, and rows i >= query_count[b] hold no query.
+Layouts. Dense: every batch entry is one sequence. Packed (`cu_seqlens` given, B = 1): the sequences follow one another, and so do their
+compressed blocks. Cached (`query_start` given): row i of sequence b is at position query_start[b] + i, the keys hold the sequence from
+token 0, and rows i >= query_count[b] hold no query.
 """
 
 from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack
@@ -28,10 +28,10 @@ class AttentionOutput(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments that every attention takes; each is None if absent."""
+    """Keyword arguments of every attention; one that is not passed counts as None."""
 
     scale: float | None
-    """D_k ** -0.5 where None."""
+    """Factor of the scores; None: D_k ** -0.5."""
     cu_seqlens: Tensor | None
     query_start: Tensor | None
     query_count: Tensor | None
@@ -46,7 +46,7 @@ class Sequence(NamedTuple):
 
 
 class Query(NamedTuple):
-    """One row of q, its position, and the rows before its sequence."""
+    """One row of q, its position, and the start of its sequence."""
 
     batch: int
     row: int
@@ -55,11 +55,11 @@ class Query(NamedTuple):
     first_token: int
     """The row of k that holds token 0 of its sequence."""
     lengths_before: tuple[int, ...]
-    """Lengths of the packed sequences before its own."""
+    """Lengths of the packed sequences before the query's own sequence."""
 
 
 class KeysSeen(Protocol):
-    """Which rows of k a query sees, as seen by the heads of one KV group."""
+    """A function that returns the rows of k that a query sees in one group of heads."""
 
     def __call__(self, query: Query, group: int) -> list[int]:
         """Return row numbers along dimension 1 of k."""
@@ -67,7 +67,7 @@ class KeysSeen(Protocol):
 
 
 def num_blocks(S: int, geometry: BlockGeometry) -> int:
-    """Count the compressed blocks of S tokens, N_c(S): those that are entirely in them (Eq. 7)."""
+    """Count the compressed blocks of S tokens, N_c(S): the blocks whose tokens are all among them (Eq. 7)."""
     return num_visible(S - 1, geometry)
 
 
@@ -89,9 +89,9 @@ def overlap(i: int, j: int, geometry: BlockGeometry) -> int:
 
 
 def predicted_reads(S: int, geometry: BlockGeometry) -> int:
-    """Count the tokens that one KV head reads to decode the query at t = S - 1 (Table 4), one by one.
+    """Count one by one the keys that a KV head reads to decode the query at t = S - 1 (Table 4).
 
-    Which blocks were chosen does not matter: the query's own is always among them, and all others are full.
+    It does not matter which blocks were chosen: the query's own block is always among them, and all others are full.
     """
     t, own = S - 1, (S - 1) // geometry.selection_block_size
     chosen = range(max(0, own + 1 - geometry.num_selected_blocks), own + 1)
@@ -109,7 +109,7 @@ def sequences(batch_size: int, num_rows: int, cu_seqlens: Tensor | None = None) 
 
 
 def queries(q: Tensor, **options: Unpack[Options]) -> list[Query]:
-    """List the rows of q in memory order, each with its position and the rows before its sequence."""
+    """List the rows of q in memory order, each with its position and the start of its sequence."""
     query_start, query_count = options.get("query_start"), options.get("query_count")
     is_packed = options.get("cu_seqlens") is not None
     assert not is_packed or (query_start is None and query_count is None)
@@ -132,7 +132,7 @@ def first_block(query: Query, geometry: BlockGeometry) -> int:
 
 
 def _join(pieces: list[Tensor], shape: tuple[int, ...], *sources: Tensor) -> Tensor:
-    """Return the pieces, in order, as one tensor; it depends on the sources even where there are no pieces."""
+    """Return the pieces, in order, as one tensor; for autograd it depends on the sources even if there are no pieces."""
     nothing = [source.flatten()[:0] for source in sources]
     return torch.cat(nothing + [piece.flatten() for piece in pieces]).reshape(shape)
 
@@ -175,8 +175,8 @@ def compress_mlp(
 ) -> Tensor:
     """Return W2 SiLU(W1 flatten(block + position) + b1) + b2 + the mean of the block: x (S, G, D) -> (N_c, G, D).
 
-    position (l, D); flattened token by token, so w1 is (D, l * D); b1 (D,), w2 (D, D), b2 (D,); shared over groups.
-    The mean is that of x alone, without position.
+    position is (l, D), w1 (D, l * D), b1 (D,), w2 (D, D), b2 (D,); all groups share them. A block is flattened token by token. The mean is
+    the mean of x alone, without position.
     """
     _, G, D = x.shape
     rows = []
@@ -204,7 +204,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> AttentionOu
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, seen: KeysSeen, **options: Unpack[Options]) -> AttentionOutput:
-    """Return out and lse of every row and head over the keys that its group sees."""
+    """Return out and lse of every row and head over the keys that `seen` returns for its group."""
     (B, S, H, _), G, D_v = q.shape, k.shape[2], v.shape[3]
     scale = _scale(q, **options)
     q_BSH = [[row.unbind(0) for row in entry.unbind(0)] for entry in _at_least_float32(q).unbind(0)]
@@ -226,7 +226,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, seen: KeysSeen, **options: Unpac
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> AttentionOutput:
-    """Return causal attention of q_t over all tokens s <= t (Eq. 1, 2), the limit of the sparse branches."""
+    """Return causal attention of q_t over all tokens s <= t (Eq. 1, 2): the sparse branches equal it if they see all tokens."""
 
     def seen(query: Query, group: int) -> list[int]:
         return [query.first_token + s for s in range(query.position + 1)]
@@ -239,8 +239,8 @@ def compressed_attention(
 ) -> AttentionOutput:
     """Return attention of q_t over the compressed blocks that end at or before t (Eq. 7, 8).
 
-    k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) come from phi. C may exceed the number of blocks; surplus rows are never
-    read. Packed, a sequence's blocks follow those of the sequence before it.
+    k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) come from phi. C may exceed the number of blocks; surplus rows are never read. In a packed
+    batch, the blocks of the sequences follow one another.
     """
 
     def seen(query: Query, group: int) -> list[int]:
@@ -296,8 +296,8 @@ def importance_of_head(p_cmp: list[float], weights: list[dict[int, int]]) -> lis
 def importance(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **options: Unpack[Options]) -> Tensor:
     """Return p_slc (B, S, G, N), summed over the heads of a group (Eq. 9, 10), without gradient.
 
-    lse (B, S, H) is the compressed branch's own. N suffices for the furthest query; blocks that a query does not see
-    score 0.
+    lse (B, S, H) is the result of the compressed branch. N is the number of blocks up to the last position of any query. Blocks that a query
+    does not see have importance 0.
     """
     rows = queries(q, **options)
     (B, S, H, _), G = q.shape, k_cmp.shape[2]
@@ -343,7 +343,7 @@ def choose_blocks(scores: list[float], t: int, geometry: BlockGeometry) -> list[
 
 
 def margin_of_choice(scores: list[float], t: int, geometry: BlockGeometry) -> float:
-    """Return the last chosen free score minus the first one not chosen; inf where scores decided nothing."""
+    """Return the lowest chosen free score minus the highest free score that was not chosen; inf if scores decided nothing."""
     ranked, room = rank_free_blocks(scores, t, geometry)
     if room == 0 or room == len(ranked):
         return float("inf")
@@ -363,9 +363,9 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
 
 
 def selection_margin(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **options: Unpack[Options]) -> Tensor:
-    """Return (B, S, G): the last chosen free score minus the first one not chosen, for the near-tie rule.
+    """Return (B, S, G): the lowest chosen free score minus the highest free score that was not chosen, for the near-tie rule.
 
-    inf where scores decided nothing: every candidate was chosen, or the forced blocks filled the choice.
+    It is inf if scores decided nothing: all candidates were chosen, or the forced blocks took all slots.
     """
     p_slc = importance(q, k_cmp, lse, geometry=geometry, **options)
     margin = torch.full(p_slc.shape[:3], float("inf"), dtype=p_slc.dtype, device=q.device)
@@ -401,10 +401,10 @@ def nsa_attention(
 
 
 def gate(logits: Tensor, kind: Literal["sigmoid", "softmax"], temperature: float, has_compressed: Tensor) -> Tensor:
-    """Return the gates (..., 3) of logits (..., 3), divided by the temperature first.
+    """Return the gates (..., 3) of logits (..., 3), which are first divided by the temperature.
 
-    sigmoid: each branch by itself (section 3.2). softmax: over the three, or, where `has_compressed` (a bool that
-    broadcasts to (...)) is false, over the last two: compressed then gets exactly 0.
+    sigmoid: each branch by itself (section 3.2). softmax: over the three branches; where `has_compressed`, a bool that broadcasts to (...), is
+    False, over the last two, and the gate of compressed is exactly 0.
     """
     scaled = _at_least_float32(logits) / temperature
     if kind == "sigmoid":
@@ -416,8 +416,8 @@ def gate(logits: Tensor, kind: Literal["sigmoid", "softmax"], temperature: float
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Return x (..., S, heads, D) with the pair (x[c], x[c + D/2]) turned by the angle position * theta ** (-2c / D).
 
-    Rotate-half RoPE, as in Hugging Face Llama. positions (..., S) broadcasts over the heads; angles are float64, their
-    cosines and sines have x's dtype, at least float32.
+    This is rotate-half RoPE, as in Hugging Face Llama. positions (..., S) broadcasts over the heads. Angles are float64; their cosines and
+    sines have x's dtype, or float32 if that is wider.
     """
     half, wide = x.shape[-1] // 2, _at_least_float32(x)
     turns = []

@@ -1,4 +1,4 @@
-"""Packed sequences as a batch of equal rows, which needs no masks between sequences."""
+"""Turn packed sequences into a padded batch with one sequence per entry, which needs no masks between sequences."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.varlen import slots_in_batch
 
 MAX_PADDING = 4
-"""Packed sequences are padded to the longest if that makes at most this many times their rows."""
+"""Packed sequences are padded to the longest if the batch then has at most this many times as many rows."""
 
 PADDED_BYTES = 32 * 2**20
-"""The largest padded copy; equal sequences need no copy."""
+"""Maximum size of the padded copy of q. If all sequences have equal lengths, no copy is needed."""
 
 
 class SideBySide(NamedTuple):
-    """How packed rows `(1, rows, ...)` become a batch `(N, L, ...)` and back."""
+    """Converts packed rows `(1, rows, ...)` to a batch `(N, L, ...)` and back."""
 
     num_sequences: int
     length: int
@@ -25,7 +25,7 @@ class SideBySide(NamedTuple):
     """int64 (rows,): the index of each packed row among the N * L; None: all sequences have L rows, so the index is the row's own."""
 
     def spread(self, packed: Tensor) -> Tensor:
-        """Return `(N, L, ...)`, zeros after the end of each sequence; packed rows after the last sequence are not read."""
+        """Return `packed` as a batch `(N, L, ...)`, with zeros after the end of each sequence; rows after the last sequence are not read."""
         shape = (self.num_sequences, self.length, *packed.shape[2:])
         if self.slots is None:
             return packed[0, : self.num_sequences * self.length].reshape(shape)
@@ -44,7 +44,7 @@ class SideBySide(NamedTuple):
 
 
 class PaddedBatch(NamedTuple):
-    """Rows of packed queries and keys, as a batch."""
+    """Converts packed queries and keys to a batch."""
 
     queries: SideBySide
     keys: SideBySide
@@ -58,9 +58,9 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
-    """Return the batch that packed rows q `(1, S, H, D_k)` make, or None if it would be mostly padding.
+    """Return the conversion of packed rows q `(1, S, H, D_k)` to a batch; None if rows are not packed, or the batch would be too large.
 
-    Lengths are read on a CPU; elsewhere only `max_count` says that all are equal.
+    On a CPU the lengths are read. On other devices a batch is made only if `max_count` implies that all lengths are equal.
     """
     q, total = queries.q, queries.q.shape[1]
     if queries.cu_seqlens is None or keys.cu_seqlens is None or not total:

@@ -1,4 +1,4 @@
-"""Positions of query rows, as tensors: the only code that distinguishes the layouts."""
+"""Compute the positions of query rows, as tensors, for all layouts."""
 
 from typing import NamedTuple
 
@@ -11,16 +11,16 @@ from nsa_core.varlen import sequence_ids
 
 
 class Rows(NamedTuple):
-    """Per query row, int64 `(B, S)` each; never read on the host."""
+    """Two numbers for each query row, int64 `(B, S)` each; only a CPU's are read on the host."""
 
     positions: Tensor
     """Position inside the row's own sequence; -1 for an invalid row."""
     first_keys: Tensor
-    """Index along the keys' second dimension of position (or block) 0 of the row's sequence; below 0 if it is no longer stored."""
+    """Index, in the second dimension of the keys, of position (or block) 0 of the row's sequence; below 0 if that is not stored."""
 
 
 def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
-    """Return the rows of `queries`, over `keys` that are not paged; without keys they begin at 0."""
+    """Return the Rows of `queries` over `keys`, which must not be paged. Without `keys`, `first_keys` are those of keys laid out like the queries."""
     positions = positions_of(queries)
     if queries.cu_seqlens is None:
         first, zero = None if keys is None else keys.first, torch.zeros_like(positions)
@@ -34,7 +34,7 @@ def positions_of(queries: Queries) -> Tensor:
     """Return int64 `(B, S)`: each row's position inside its own sequence, -1 for an invalid row."""
     batch, num_queries = queries.q.shape[:2]
     if num_queries == 1 and queries.cu_seqlens is None and queries.start is not None:
-        # each operation delays a step of one token
+        # few operations, because each delays a step of one token
         positions = queries.start.long().unsqueeze(1)
         return positions if queries.count is None else positions.masked_fill((queries.count < 1).unsqueeze(1), -1)
     index = torch.arange(num_queries, device=queries.q.device).unsqueeze(0)
@@ -47,7 +47,7 @@ def positions_of(queries: Queries) -> Tensor:
 
 
 def num_visible_blocks(positions: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return n_c(t) elementwise, 0 where `positions` is below l - 1 (so also at -1)."""
+    """Return n_c(t) for each t of `positions`; 0 where t is below l - 1, also at -1."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
     blocks = torch.div(positions + 1 - size, stride, rounding_mode="floor") + 1
     return torch.where(positions >= size - 1, blocks, 0)

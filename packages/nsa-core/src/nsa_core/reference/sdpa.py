@@ -1,7 +1,7 @@
-"""The default backend: scaled dot-product attention in plain torch, on any device, of any shape.
+"""The reference backend `sdpa`: scaled dot-product attention in plain torch, for any device and any shape.
 
-Every branch is one custom op that walks bounded tiles and saves only its inputs, out and lse; the backward op recomputes the
-weights.
+Every branch is one custom op, which computes tile by tile in bounded scratch memory. It saves only its inputs, out and lse; the backward op
+recomputes the weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ TILES: dict[Operation, Callable[..., Iterable[tiles.Tile]]] = {
     Operation.SLC: branches.selected_tiles,
     Operation.WIN: branches.window_tiles,
 }
-"""The function that cuts each attention into tiles, of its operands and the geometry."""
+"""Operation -> the function that cuts it into tiles; takes the operands and the geometry."""
 
 
 def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[Tensor], geometry: BlockGeometry) -> Iterable[tiles.Tile]:
@@ -40,11 +40,11 @@ def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[
 def _over_sequences(
     compute: Callable[..., Sequence[Tensor]], queries: Queries, keys: Keys, *rows: Tensor | None, num_of_keys: int = 0
 ) -> list[Tensor]:
-    """Return the results of `compute` for the operands, and for `rows` of queries; packed sequences as a batch if possible.
+    """Return the results of `compute` for the operands and for `rows`, tensors with a row per query. Packed sequences run as a batch if possible.
 
-    The last `num_of_keys` results have rows of keys, the others rows of queries.
+    The last `num_of_keys` results have a row per key, the others a row per query.
     """
-    # the inputs already have their dtype; autocast here would also lower the float32 sums
+    # the inputs already have the autocast dtype; autocast here would also compute the float32 sums in it
     with torch.autocast(queries.q.device.type, enabled=False):
         batch = padded_batch(queries, keys)
         if batch is None:
@@ -101,12 +101,12 @@ COMPUTE: dict[Operation, Callable[..., Any]] = {
     Operation.CHOOSE: choose,
     Operation.ROTATE: rotate_step,
 }
-"""The function of each operation."""
+"""Operation -> the function that computes it."""
 
 
 @frozen(kw_only=True)
 class SDPABackend:
-    """One operation of the reference; eligible for every request."""
+    """One operation of the reference backend; `"auto"` may choose it for every request of its dtypes."""
 
     operation: Operation = field(converter=Operation)
     name: str = NAME
@@ -119,7 +119,7 @@ class SDPABackend:
         return self.capability.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return 0, below every faster backend."""
+        """Return 0, which is below every faster backend."""
         return 0
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The reference choice of blocks: importance row by row in bounded scratch, then top-n (Eq. 9-11)."""
+"""The reference choice of blocks: importance of some rows at a time, in bounded scratch memory, then top-n (Eq. 9-11)."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def select_blocks(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeome
 
 
 def max_tokens(queries: Queries, cmp: Keys, geometry: BlockGeometry) -> int:
-    """Return the bound on the tokens of a sequence: its rows, or what the compressed store allows."""
+    """Return the bound on the tokens of a sequence: the bound on its rows, or in a step the tokens that fit the compressed store."""
     return queries.max_count if queries.start is None else blocks.max_tokens(cmp.max_count, geometry)
 
 
@@ -46,7 +46,7 @@ def _importance(
     num_kv_heads = k_cmp.shape[2]
     heads_per_group = num_heads // num_kv_heads
     if num_blocks <= geometry.num_selected_blocks:
-        # every candidate is chosen, so no score is read
+        # all candidates are chosen, so scores do not matter
         return lse.new_zeros(batch, num_rows, num_kv_heads, num_blocks)
     end = rows.first_keys + num_visible_blocks(rows.positions, geometry)
     keys = key_span(rows.first_keys, end, k_cmp.shape[1] if is_packed else min(longest, k_cmp.shape[1]))
@@ -56,7 +56,7 @@ def _importance(
     grouped = q.to(acc).reshape(batch, num_rows, num_kv_heads, heads_per_group, head_dim).permute(0, 2, 1, 3, 4)
     scores = torch.matmul(grouped.flatten(2, 3), gathered.transpose(-1, -2)).unflatten(2, (num_rows, heads_per_group)).mul_(scale)
     norm = lse.to(acc).reshape(batch, num_rows, num_kv_heads, heads_per_group).transpose(1, 2).unsqueeze(-1)
-    # a weight is at most 1, also where the difference of huge scores rounds to more than 0
+    # the clamp keeps a weight at most 1, also if the difference of huge numbers rounds to more than 0
     exponents = scores.sub_(norm).clamp_(max=0).masked_fill_(~visible[:, None, :, None], float("-inf"))
     weights = exponents.exp_().sum(3).transpose(1, 2)
     if is_packed:
@@ -70,7 +70,7 @@ def _inside(start: int, stop: int, first: Tensor, end: Tensor) -> Tensor:
 
 
 def _from_own_first(weights: Tensor, first: Tensor, longest: int) -> Tensor:
-    """Return weights `(B, R, G, longest)` counted from each row's own first block; weights outside the span are 0."""
+    """Return weights `(B, R, G, longest)`, shifted so that index 0 is the first block of each row's own sequence; weights outside the span are 0."""
     index = first.unsqueeze(-1) + torch.arange(longest, device=first.device)
     inside = (index < weights.shape[-1]).unsqueeze(2)
     index = index.clamp(max=max(weights.shape[-1] - 1, 0)).unsqueeze(2).expand(-1, -1, weights.shape[2], -1)

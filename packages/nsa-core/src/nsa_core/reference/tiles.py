@@ -1,7 +1,7 @@
-"""Attention of query rows over keys that they share, step by step, forward and backward.
+"""Attention of query rows over keys that they share, tile by tile, forward and backward.
 
-A branch is cut into `Tile` steps; both passes walk the same steps, so scratch is one step's. Shapes: X tiles of a step,
-G KV heads, R rows, M query heads per KV head and row, K keys. Scores and sums are float32 (float64 for float64 inputs).
+A branch is a sequence of `Tile` steps. Forward and backward pass run the same steps, so scratch memory is needed for one step only. Shapes:
+X tiles of a step, G KV heads, R rows, M query heads per KV head and row, K keys. Scores and sums are float32 (float64 for float64 inputs).
 A row that sees nothing gets out 0, lse -inf and zero gradients. Huge numbers and NaN reach only the rows that see them.
 """
 
@@ -28,11 +28,11 @@ from nsa_core.reference.containment import (
 from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
 
 SCRATCH_BYTES = {"cpu": 64 * 2**20, "cuda": 192 * 2**20}
-"""Target scratch of one step of a reference loop: well under 256 MiB, and on a CPU small enough for the allocator to reuse."""
+"""Device type -> target for the scratch memory of one step: well under 256 MiB, and on a CPU small enough for the allocator to reuse."""
 
 
 class KeyRange(Protocol):
-    """Which rows of k and v `(B, T, G, D)` the tiles of one step read."""
+    """The rows of k and v `(B, T, G, D)` that the tiles of one step read."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`."""
@@ -73,7 +73,7 @@ class KeyRows(NamedTuple):
 
 
 class KeyRowsPerHead(NamedTuple):
-    """Rows of the keys flattened to (B * T), chosen by each KV head for itself."""
+    """Rows of the keys flattened to (B * T), different for each KV head."""
 
     rows: Tensor
     """int64 (X, G, K)."""
@@ -92,10 +92,10 @@ class KeyRowsPerHead(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One step of a branch's loop: the query rows of a range of tokens, in every batch entry, and the keys they read.
+    """One step of a branch's loop: a range of query rows, in every batch entry, and the keys that they read.
 
-    The tokens start .. start + tiles * rows - 1 are cut into `tiles` tiles of `rows` rows, each with its own keys.
-    Tokens beyond the end of the sequence axis read as 0 and are dropped when written.
+    The rows start .. start + tiles * rows - 1 are cut into `tiles` tiles of `rows` rows, each with its own keys. Rows beyond the end of q
+    are read as 0 and are not written.
     """
 
     start: int
@@ -105,16 +105,16 @@ class Tile(NamedTuple):
     visible: Tensor
     """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
     sees: Tensor | None = None
-    """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
+    """bool, broadcastable to (X, G, R): True if a row sees anything; None: every row does."""
     is_ordinary: bool = False
-    """True if all operands of the step are known to be ordinary; else the step checks them."""
+    """True if all operands of the step are known to be ordinary (`containment.ORDINARY`); if False, the step checks them."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
         return self.keys.gather(stored).to(accumulator_dtype(stored.dtype))
 
     def blank(self, part: Tensor, value: float = 0.0) -> Tensor:
-        """Return `part` `(X, G, R, M, ...)` with `value` in the rows that see nothing."""
+        """Return `part` `(X, G, R, M, ...)` with `value` in all rows that see nothing."""
         if self.sees is None:
             return part
         sees = self.sees.view(*self.sees.shape, *[1] * (part.dim() - 3))
@@ -139,12 +139,12 @@ class Tile(NamedTuple):
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that scores of `dtype` inputs accumulate in: float64 for float64, else float32."""
+    """Return the dtype in which scores of `dtype` inputs are accumulated: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rows_per_step(bytes_per_row: int, device: torch.device) -> int:
-    """Return how many rows of `bytes_per_row` scratch one step may take; at least 1."""
+    """Return how many rows one step may have if each needs `bytes_per_row` of scratch memory; at least 1."""
     return max(1, SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"]) // max(1, bytes_per_row))
 
 
@@ -168,10 +168,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[T
 def attend_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`, its weights recomputed.
+    """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`; the weights are recomputed.
 
-    `dout`, `out` `(X, G, R, M, D_v)`, `dlse`, `lse` `(X, G, R, M)`. out is used in float32 only: rounded to lower precision,
-    its error would enter every gradient of large logits.
+    `dout` and `out` are `(X, G, R, M, D_v)`, `dlse` and `lse` `(X, G, R, M)`. `out` is used only if it is in the accumulator's dtype: if it was
+    rounded to lower precision, its error would enter every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
     q, dout = q.to(keys.dtype), tile.blank(dout.to(keys.dtype))
@@ -192,7 +192,7 @@ def attend_backward(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out and lse as `attend` does, by separate products."""
+    """Return out and lse as `attend` does, computed by separate matrix products."""
     scores = _scores(q * scale, keys, tile)
     weights = scores.softmax(-1)
     is_ordinary = tile.is_ordinary or are_ordinary(values)
@@ -206,14 +206,14 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float) -
 def _attend_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv as `attend_backward` does, by separate products."""
+    """Return dq, dk, dv as `attend_backward` does, computed by separate matrix products."""
     q, hidden, idle = q * scale, None, None
     finite_q, finite_keys = q, keys
     if not (tile.is_ordinary or are_ordinary(dout, dlse, q, keys, values)):
         hidden = ~tile.visible.unsqueeze(-2)
-        # a row without a gradient adds nothing, for any content
+        # a row whose incoming gradient is 0 adds nothing, whatever it holds
         idle = ~rows_with_gradient(dout, dlse).unsqueeze(-1)
-        # a row whose gradient is not finite gives NaN to the keys that it sees only
+        # a row whose incoming gradient is not finite gives NaN, but only to the keys that it sees
         q = q.masked_fill(~is_finite(dout).unsqueeze(-1), float("nan"))
         finite_q, finite_keys, dout = finite(q), finite(keys), finite(dout)
     rows_dout = dout.flatten(2, 3)
@@ -233,16 +233,16 @@ def _scores(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
     """Return the scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, -inf where hidden."""
     x, g, r, m, d = q.shape
     scores = torch.matmul(q.reshape(x, g, r * m, d), keys.transpose(-1, -2)).view(x, g, r, m, keys.shape[2])
-    # filled, not biased: a hidden score of any size stays hidden
+    # fill, do not add a bias: so a hidden score stays hidden, however large it is
     scores.masked_fill_(~tile.visible.unsqueeze(-2), float("-inf"))
     if tile.sees is not None:
-        # a finite score keeps NaN out of a row that sees nothing; the caller drops its weights
+        # one finite score keeps NaN out of a row that sees nothing; the caller discards the row's weights
         scores[..., 0].masked_fill_(~tile.sees.unsqueeze(-1), 0.0)
     return scores
 
 
 def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
-    """Return x `(X, G, R, M, K)` with zeros, in place, where one of `masks` holds."""
+    """Set x `(X, G, R, M, K)` to 0, in place, where one of `masks` is True, and return it."""
     for mask in masks:
         if mask is not None:
             x.masked_fill_(mask, 0.0)
@@ -250,13 +250,13 @@ def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
 
 
 def _is_call_ordinary(scale: float, queries: Queries, keys: Keys, *others: Tensor | None) -> bool:
-    """Return True if whole tensors are ordinary, and so is every step; not checked for stores, of which a step may read little."""
+    """Return True if the whole tensors are ordinary, so that every step is. Stores are not checked: a step may read only a small part of them."""
     q, k = queries.q, keys.k
     return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 
 
 def run_forward(queries: Queries, keys: Keys, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of a branch cut into `tiles`; rows in no tile see nothing."""
+    """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of a branch cut into `tiles`. A row that is in no tile sees nothing."""
     q, k, v = queries.q, keys.k, keys.v
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
@@ -272,7 +272,7 @@ def run_forward(queries: Queries, keys: Keys, tiles: Iterable[Tile], scale: floa
 def run_backward(
     grads: tuple[Tensor, Tensor | None], results: tuple[Tensor, Tensor], queries: Queries, keys: Keys, tiles: Iterable[Tile], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in their inputs' shapes and dtypes, given dout and dlse, out and lse; `tiles` are those of the forward pass."""
+    """Return dq, dk, dv in the shapes and dtypes of q, k, v. `grads` is dout and dlse, `results` out and lse; `tiles` are as in the forward pass."""
     (q, k, v), (dout, dlse), (out, lse) = (queries.q, keys.k, keys.v), grads, results
     acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=acc), v.new_zeros(v.shape, dtype=acc)

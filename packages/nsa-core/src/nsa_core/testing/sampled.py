@@ -1,16 +1,16 @@
-"""Checks operations on long sequences, forward and backward, on a sample of their query rows.
+"""Check operations on long sequences, forward and backward, at a sample of their query rows.
 
     expected = expect("win", inputs, geometry)
     check = compare(backward_values(run, operands_of("win", inputs), expected), expected)
     assert not check.problems, check.problems
 
-The reference runs in float64: the oracle (`naive`) for short sequences, for longer ones masks over all keys for the
-sampled rows (`attend_rows`). The gradient fed back is zero except on those rows, so all gradients of keys and values come from
-them and are compared completely.
+The reference runs in float64. For short sequences it is the oracle (`naive`); for longer ones it is attention of the sampled rows with masks
+over all keys (`attend_rows`). The gradient of out is zero except in the sampled rows, so all gradients of keys and values come from these rows
+and are compared completely.
 
 The limit for a whole result is `tolerances.allowed`. Rows that see many keys have small values, and the larger errors of rows that see few
-keys would hide their errors. So each row (a query's out and gradients, a key's gradients) has its own limit too. It is ROW_SLACK times as
-wide, because the worst of many thousand rows has a larger rounding error than a typical one.
+keys would hide their errors. So each row (a query's out and gradients, a key's gradients) also has its own limit. This limit is ROW_SLACK times
+as wide, because the worst of many thousand rows has a larger rounding error than a typical row.
 """
 
 from collections.abc import Callable
@@ -27,50 +27,51 @@ from nsa_core.testing.sampled_rows import KEYS, ROW_OPERANDS, Piece, Sample, att
 from nsa_core.testing.tolerances import LIMITS, allowed, near_tie_margin
 
 ORACLE_MAX_LENGTH = 2048
-"""Tokens up to which the oracle's loops take seconds."""
+"""Maximum length for which the oracle is used; its loops then take seconds."""
 MAX_WEIGHT = 2.0**10
-"""The weight of a row at 64k tokens; more would leave the range of fp16."""
+"""Largest weight of a row, reached at 64k tokens; a larger one would leave the range of fp16."""
 OPERANDS = {name: ("q", *keys) for name, keys in KEYS.items()} | {
     "nsa": ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gates")
 }
-"""The differentiable operands of each operation, in its order."""
+"""Operation -> names of its differentiable operands, in its order."""
 ROW_SLACK = 4
 SMALLEST_SHARE = 2**-6
 SMALLEST_KEY_SHARE = 2**-4
 LARGEST_SMALLEST_SHARE = 2**-2
-"""A row's largest value counts as at least a share of the whole result's, because gradients can cancel to nothing but noise:
-gradients of queries that see few keys use LARGEST_SMALLEST_SHARE down to SMALLEST_SHARE for later queries; gradients of keys
-that few queries see use SMALLEST_KEY_SHARE. Outputs do not cancel in this way.
+"""Minimum that a row's largest value counts as, as a share of the whole result's largest value. It exists because the terms of a gradient can
+cancel, so that only rounding errors remain. For gradients of queries the share falls from LARGEST_SMALLEST_SHARE, at queries that see few keys,
+to SMALLEST_SHARE at later queries. For gradients of keys it is SMALLEST_KEY_SHARE, and for outputs, which do not cancel in this way,
+SMALLEST_SHARE.
 """
 NOTHING = 2**-20
-"""A gradient below this share of the largest one counts as 0 up to rounding. The gradient of q is 0 if no query sees two keys, for example.
+"""A gradient below this share of the largest one counts as 0 up to rounding. For example, the gradient of q is 0 if no query sees two keys.
 
 Errors of such a gradient, also of an exact zero, are relative to the largest gradient of any operand.
 """
 Values = dict[str, Tensor]
-"""`out` and the gradients `d` + operand; those of ROW_OPERANDS, and out, at the sampled rows only."""
+"""Name -> value: `out`, and the gradient of each operand as `d` + its name. out and gradients of ROW_OPERANDS have only the sampled rows."""
 
 
 class Expected(NamedTuple):
-    """The values that a result is compared with, and the gradient that is fed back for them."""
+    """The values with which a result is compared, and the gradient of out that leads to them."""
 
     sample: Sample
     kept: Tensor
     """bool (R, G): False at near ties, where either choice is right."""
     dout: Tensor
-    """(R, H, D_v): the gradient that is fed back at the sampled rows, in the operands' dtype."""
+    """(R, H, D_v): the gradient of out at the sampled rows, in the operands' dtype."""
     weights: Tensor
     """(R,): powers of 2 by which dout was multiplied, so that every row contributes visibly to a key's gradient."""
     values: Values
     """In float64."""
     torch_values: Values | None
-    """The same from torch's MATH attention in the operands' dtype; None if limits are fixed."""
+    """The same values from torch's MATH attention in the operands' dtype; None for dtypes with fixed limits."""
     method: str
-    """Which reference, and on how many rows."""
+    """The reference that was used, and the number of rows, as text."""
 
     @property
     def num_near_ties(self) -> int:
-        """Return how many (row, group) pairs are not compared."""
+        """Return the number of (row, group) pairs that are not compared."""
         return int((~self.kept).sum())
 
 
@@ -82,9 +83,9 @@ def operands_of(operation: str, inputs: Inputs) -> dict[str, Tensor]:
 def expect(
     operation: str, inputs: Inputs, geometry: BlockGeometry, lengths: tuple[int, ...] | None = None, block_indices: Tensor | None = None
 ) -> Expected:
-    """Return what "cmp", "slc", "win", "nsa" or "dense" should give for `inputs`, a batch of one entry.
+    """Return the expected values of the operation "cmp", "slc", "win", "nsa" or "dense" for `inputs`, a batch of one entry.
 
-    lengths: of packed sequences. block_indices `(1, S, G, n)`: for "slc".
+    `lengths` are those of packed sequences; None: one sequence. "slc" needs `block_indices` `(1, S, G, n)`.
     """
     operands = operands_of(operation, inputs)
     lengths = lengths or (inputs.q.shape[1],)
@@ -112,7 +113,7 @@ def expectation(
     kept: Tensor,
     method: str,
 ) -> Expected:
-    """Return the expectation of any function of `operands`; `exact` gets float64 leaves, `in_torch` the operands' dtype."""
+    """Return the expected values of any function of `operands`: `exact` computes them in float64, `in_torch` in the operands' dtype."""
     q = operands["q"]
     head_dim_v = next(x.shape[-1] for name, x in operands.items() if name.startswith("v"))
     weights = _weights(sample.positions)
@@ -131,7 +132,7 @@ def expectation(
 
 
 def choices(operands: dict[str, Tensor], sample: Sample) -> tuple[Tensor, Tensor]:
-    """Return block_indices (R, G, n) of the sampled rows by float64 scores, and bool (R, G): above the near-tie margin."""
+    """Return block_indices (R, G, n) that the sampled rows choose by float64 scores, and bool (R, G): True unless the choice is a near tie."""
     exact = {name: _part(name, operands[name], sample, torch.float64) for name in ("q", "k_cmp")}
     found = [choose_rows(piece, **part) for piece, part in zip(sample.pieces, sample.split(exact), strict=True)]
     kept = [choice.margin > near_tie_margin(choice.highest, operands["q"].dtype) for choice in found]
@@ -141,14 +142,14 @@ def choices(operands: dict[str, Tensor], sample: Sample) -> tuple[Tensor, Tensor
 def attend_sample(
     operation: str, leaves: dict[str, Tensor], sample: Sample, chosen: Tensor | None, attend: Callable[..., Tensor] = attend_rows
 ) -> Tensor:
-    """Return out `(R, H, D_v)` of the sampled rows by `attend`, sequence by sequence; differentiable in `leaves`."""
+    """Return out `(R, H, D_v)` of the sampled rows, computed by `attend` sequence by sequence; differentiable in `leaves`."""
     counts = [len(piece.positions) for piece in sample.pieces]
     picked = [None] * len(counts) if chosen is None else chosen.split(counts)
     return torch.cat([attend(operation, *each) for each in zip(sample.pieces, sample.split(leaves), picked, strict=True)])
 
 
 def _ask_oracle(operation: str, piece: Piece, operands: dict[str, Tensor], chosen: Tensor | None) -> Tensor:
-    """Return the oracle's out `(R, H, D_v)`: every row is a separate batch entry at its position."""
+    """Return the oracle's out `(R, H, D_v)`. Every row is passed as a separate batch entry with its position."""
     count = len(piece.positions)
     entries = [
         # keys are the same for all rows
@@ -187,24 +188,24 @@ def _part(name: str, x: Tensor, sample: Sample, dtype: torch.dtype) -> Tensor:
 
 
 def _weights(positions: Tensor) -> Tensor:
-    """Return (R,) powers of 2 that grow with the number of keys a row sees, because its weight on each key shrinks."""
+    """Return powers of 2, (R,), that grow with the number of keys that a row sees, because its attention weight on each key shrinks."""
     return (2.0 ** torch.log2(positions // 64 + 1).floor()).clamp(max=MAX_WEIGHT)
 
 
 @frozen(kw_only=True)
 class Check:
-    """The distance of a result from the reference."""
+    """The comparison of a result with the reference."""
 
     error: float
-    """The largest error of a row over the row's largest value, as the rule counts it; inf where something is not finite."""
+    """The largest quotient of a row's error and the row's largest value (see SMALLEST_SHARE); inf if a value is not finite."""
     error_of: str
-    """Which result has it: "out", "dq", ..."""
+    """The value that has this error: "out", "dq", ..."""
     limit_used: float
-    """The largest error over what is allowed; up to 1 is right."""
+    """The largest quotient of an error and its limit; a right result has at most 1."""
     method: str
-    """Which reference, in what precision, on how many rows."""
+    """The reference that was used, its precision and the number of rows, as text."""
     near_ties: int = 0
-    """(row, group) pairs left out as near ties."""
+    """Number of (row, group) pairs that are left out as near ties."""
     problems: tuple[str, ...] = ()
     """A line for each result that is wrong; empty if all are right."""
 
@@ -214,9 +215,9 @@ class _Distance(NamedTuple):
 
     name: str
     error: float
-    """The largest error of a row over the row's largest value."""
+    """The largest quotient of a row's error and the row's largest value."""
     share: float
-    """The largest error over what is allowed, of a row and of all."""
+    """The largest quotient of an error and its limit, for single rows and for the whole value."""
 
 
 def compare(actual: Values, expected: Expected) -> Check:
@@ -262,14 +263,14 @@ def _largest_gradient(expected: Expected) -> Tensor:
 
 
 def _smallest_share(name: str, expected: Expected) -> Tensor:
-    """Return the minimum that a row's largest value counts as, as a share of the whole result's."""
+    """Return the minimum that a row's largest value counts as, as a share of the whole result's largest value."""
     if name.removeprefix("d") in ROW_OPERANDS:
         return (LARGEST_SMALLEST_SHARE / expected.weights.double()).clamp(min=SMALLEST_SHARE)
     return expected.weights.new_tensor(SMALLEST_SHARE if name == "out" else SMALLEST_KEY_SHARE)
 
 
 def _comparable(name: str, value: Tensor, expected: Expected) -> Tensor:
-    """Return float64 with a row per query, or key; near ties are 0 and the rows' weights divided out."""
+    """Return `value` in float64, with a row per query or key. Near ties are set to 0, and gradients are divided by the weights of their rows."""
     value = value.double()
     if name == "out":
         kept = expected.kept.repeat_interleave(value.shape[1] // expected.kept.shape[1], 1)
@@ -283,12 +284,12 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _largest_ratio(part: Tensor, whole: Tensor) -> float:
-    """Return the largest part / whole, where 0 / 0 is 0."""
+    """Return the largest quotient part / whole; 0 / 0 counts as 0."""
     return float(torch.where(part == 0, 0.0, part / whole).nan_to_num(nan=float("inf")).max())
 
 
 def forward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], expected: Expected) -> Values:
-    """Return the result of `run` without gradients, at the rows of the reference."""
+    """Return the result of `run` at the sampled rows, computed without gradients."""
     with torch.no_grad():
         out = run(*operands.values())
     _refuse_holes({"out": out})
@@ -296,7 +297,7 @@ def forward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], expe
 
 
 def backward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], expected: Expected) -> Values:
-    """Return the result of `run` and its gradients, for a gradient that is zero except on the sampled rows."""
+    """Return the result of `run` and the gradients of its operands; the gradient of out is zero except in the sampled rows."""
     out, rows = run(*operands.values()), expected.sample.rows
     dout = torch.zeros_like(out)
     dout[0, rows] = expected.dout.to(out.dtype)
@@ -306,7 +307,7 @@ def backward_values(run: Callable[..., Tensor], operands: dict[str, Tensor], exp
 
 
 class NotFiniteError(ArithmeticError):
-    """A result has a NaN or an infinity in it, on a sampled row or not."""
+    """A result contains a NaN or an infinity, in a sampled row or in another one."""
 
 
 def _refuse_holes(values: Values) -> None:
@@ -316,7 +317,7 @@ def _refuse_holes(values: Values) -> None:
 
 
 def compare_selection(block_indices: Tensor, chosen: Tensor, kept: Tensor, method: str) -> Check:
-    """Return the check of block_indices `(R, G, n)` against those of the reference; near ties do not count."""
+    """Return the check of block_indices `(R, G, n)` against `chosen`, those of the reference; only rows where `kept` is True count."""
     wrong = (block_indices != chosen).any(-1) & kept
     share = float(wrong.double().mean()) if wrong.numel() else 0.0
     problems = (f"{int(wrong.sum())} of {wrong.numel()} choices differ above the near-tie margin",) if share else ()

@@ -14,24 +14,24 @@ from nsa_core.selection import choose_blocks, pool_importance
 from nsa_core.testing.masks import compressed_mask, math_attention, window_mask
 
 NUM_ROWS = 32
-"""Query rows that are compared, shared among the sequences."""
+"""Number of query rows that are compared, in all sequences together."""
 MAX_SEQUENCES = 4
-"""Packed sequences that are compared: the longest."""
+"""Maximum number of packed sequences that are compared; the longest are taken."""
 BRANCHES = ("cmp", "slc", "win")
 KEYS = {name: (f"k_{name}", f"v_{name}") for name in BRANCHES} | {"dense": ("k_win", "v_win")}
-"""The keys and values that an attention reads; dense attention is given the window's."""
+"""Attention -> names of its keys and values; dense attention gets those of the window."""
 ROW_OPERANDS = ("q", "gates")
-"""Operands with a row per query."""
+"""Names of the operands with a row per query."""
 
 
 class Piece(NamedTuple):
     """The compared rows of one sequence."""
 
     start: int
-    """Row of its first token."""
+    """Row of the sequence's first token."""
     length: int
     first_block: int
-    """Row of its first compressed block."""
+    """Row of the sequence's first compressed block."""
     positions: Tensor
     """int64 (R,), inside the sequence, ascending."""
     geometry: BlockGeometry
@@ -51,16 +51,16 @@ class Sample(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """Return int64 `(R,)`: the rows among all S."""
+        """Return int64 `(R,)`: the compared rows, as indices among all S rows."""
         return torch.cat([piece.start + piece.positions for piece in self.pieces])
 
     @property
     def positions(self) -> Tensor:
-        """Return int64 `(R,)`: their positions in their own sequences."""
+        """Return int64 `(R,)`: the positions of the compared rows in their own sequences."""
         return torch.cat([piece.positions for piece in self.pieces])
 
     def split(self, operands: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the operands of each piece: its rows of those in ROW_OPERANDS, its sequence's keys of the others."""
+        """Return the operands of each piece: for ROW_OPERANDS the compared rows, for the others the keys of its sequence."""
         parts, row = [], 0
         for piece in self.pieces:
             rows = slice(row, row + len(piece.positions))
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 
 def sample_rows(lengths: tuple[int, ...], geometry: BlockGeometry, device: torch.device, seed: int = 0) -> Sample:
-    """Return the rows to compare of sequences of `lengths`: those next to every edge, and random ones; all rows of short sequences."""
+    """Return the rows to compare in sequences of `lengths`: rows at edges and random rows, or all rows of a short sequence."""
     start, first_block, sequences = 0, 0, []
     for length in lengths:
         sequences.append((length, start, first_block))
@@ -106,8 +106,8 @@ def _positions(length: int, geometry: BlockGeometry, count: int, generator: torc
 def attend_rows(operation: str, piece: Piece, operands: dict[str, Tensor], chosen: Tensor | None) -> Tensor:
     """Return out `(R, H, D_v)` of "cmp", "slc", "win" or "dense", or of "nsa", the gated sum of the first three.
 
-    Everything runs in the dtype of the operands through torch's MATH attention, so the same lines give the float64
-    reference and the error that torch itself makes in a lower precision. chosen int `(R, G, n)` are the blocks of "slc" and "nsa".
+    All runs in the dtype of the operands through torch's MATH attention. So the same code gives the float64 reference, and torch's own result
+    in a lower precision. `chosen`, int `(R, G, n)`, holds the blocks for "slc" and "nsa".
     """
     if operation == "nsa":
         outs = [attend_rows(branch, piece, operands, chosen) for branch in BRANCHES]
@@ -117,12 +117,12 @@ def attend_rows(operation: str, piece: Piece, operands: dict[str, Tensor], chose
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return attention `(R, H, D_v)` under mask (1 or G, R, T). A group's heads are folded into rows: no key is repeated."""
+    """Return attention `(R, H, D_v)` with mask (1 or G, R, T). The heads of a group become rows, so that no key is repeated."""
     num_rows, num_heads, head_dim = q.shape
     num_groups = k.shape[1]
     size = num_heads // num_groups
     if not k.shape[0]:
-        # nothing is seen; the zero still depends on the operands, for autograd
+        # no key is visible; the zeros still depend on the operands, for autograd
         return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(num_rows, num_heads, v.shape[-1])
     groups = []
     for group, queries in enumerate(q.unflatten(1, (num_groups, size)).unbind(1)):
@@ -134,7 +134,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _mask(operation: str, piece: Piece, chosen: Tensor | None) -> Tensor:
-    """Return bool `(1 or G, R, T)`: what each row sees."""
+    """Return bool `(1 or G, R, T)`: the keys that each row sees."""
     geometry, t = piece.geometry, piece.positions.unsqueeze(1)
     if operation == "cmp":
         return compressed_mask(piece.length, piece.num_blocks, geometry, piece.positions).unsqueeze(0)
@@ -157,13 +157,13 @@ class Choice(NamedTuple):
     chosen: Tensor
     """int32 (R, G, n), ascending, -1 last."""
     margin: Tensor
-    """(R, G): the last chosen free score minus the first one not chosen; inf where scores decided nothing."""
+    """(R, G): the lowest chosen free score minus the highest free score that was not chosen; inf if scores decided nothing."""
     highest: Tensor
     """(R, G): the row's highest score."""
 
 
 def choose_rows(piece: Piece, q: Tensor, k_cmp: Tensor) -> Choice:
-    """Return the choice of q `(R, H, D_k)` over k_cmp `(C, G, D_k)` of the piece's sequence (Eq. 8-11)."""
+    """Return the blocks that q `(R, H, D_k)` chooses by k_cmp `(C, G, D_k)` of the piece's sequence (Eq. 8-11)."""
     geometry = piece.geometry
     visible = compressed_mask(piece.length, piece.num_blocks, geometry, piece.positions)
     groups = []
@@ -186,6 +186,6 @@ def _margin(importance: Tensor, positions: Tensor, geometry: BlockGeometry) -> T
     ranked = importance.masked_fill(~is_free, float("-inf")).sort(-1, descending=True).values
     decides = (room > 0) & (room < is_free.sum(-1, keepdim=True))
     room = torch.where(decides, room, 1).expand(*ranked.shape[:-1], 1)
-    # if scores decide nothing, these scores may not exist
+    # if scores decide nothing, there may be no score at these indices
     margin = ranked.gather(-1, room - 1) - ranked.gather(-1, room.clamp(max=ranked.shape[-1] - 1))
     return torch.where(decides, margin, float("inf")).squeeze(-1)

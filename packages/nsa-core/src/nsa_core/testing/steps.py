@@ -1,9 +1,9 @@
-"""The conformance kit for the operations of a cache and of other backends: APPEND, ROTATE and CHOOSE.
+"""The conformance kit for operations without a public function: APPEND, ROTATE and CHOOSE.
 
-APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks computes
-the expected content of every store after each. ROTATE is compared with products of complex numbers in float64. CHOOSE has no public operation, so the
-backend is called as other backends call it; its choice must equal `nsa_core.reference.choose` bit by bit. Scores and factors are
-small fractions of powers of 2: sums of them are exact in any order, and many of them tie.
+APPEND runs through `append_rows`, which selects the backend by name, over the steps of a short conversation. A loop over tokens and blocks
+computes the expected content of every store after each step. ROTATE is compared with products of complex numbers in float64. CHOOSE is called
+as other backends call it; its choice must equal `nsa_core.reference.choose` bit by bit. Scores are multiples of 1/16 and factors are powers of
+2, so their sums are exact in any order, and many scores tie.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,15 +34,15 @@ class Trial(NamedTuple):
     name: str
     request: BranchRequest
     judge: Callable[[], tuple[list[str], Comparable]]
-    """Returns the problems, and how many choices scores decided."""
+    """Returns the problems, and the counts of rows that scores decided and of near ties."""
 
 
 def step_by_branches(
     queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, chosen: Tensor | None = None
 ) -> FusedOutput:
-    """Return Eq. 5 by the reference in float64, branch by branch, over the operands of `nsa_core.backends.base.FusedBackend`.
+    """Return the gated sum (Eq. 5), computed by the reference in float64, branch by branch; the operands are those of `FusedBackend`.
 
-    chosen int32 (B, S, G, n): the blocks of the selected branch, the reference's own choice where None.
+    `chosen`, int32 (B, S, G, n), are the blocks of the selected branch; None: the reference chooses them.
     """
 
     def run(operation: Operation, *operands: Any) -> Any:
@@ -62,12 +62,12 @@ WIDTHS = {"k": 8, "v": 6}
 EMPTY = 7.0
 """Value of a row that was never written."""
 KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last", "stores in pages", "stores of FP8")
-"""Rings written last: one call emits the blocks, and a second call writes the rings, as in a step longer than `max_rollback`."""
+"""Kinds of caches. "rings written last": one call emits the blocks, and a second call writes the rings, as in a step longer than `max_rollback`."""
 FP8 = torch.float8_e4m3fn
 
 
 def _steps(geometry: BlockGeometry) -> tuple[tuple[int, int], ...]:
-    """Return the tokens that each step appends to two sequences; the widest step is wider than the rings."""
+    """Return how many tokens each step appends to each of two sequences; the widest step is wider than the rings."""
     size = geometry.compression_block_size
     return (size + 3, size // 2), (1, 1), (0, 3), (1, 0), (size + 1, size + 1), (2, 1)
 
@@ -126,7 +126,7 @@ def _append_steps(
 
 
 class _Conversation:
-    """Two sequences token by token: the stores that a backend writes, and their expected content."""
+    """Two sequences that grow step by step: the stores that a backend writes, and their expected content."""
 
     def __init__(self, request: BranchRequest, kind: str, device: torch.device) -> None:
         geometry, dtype, heads = request.geometry, request.dtype, request.num_kv_heads
@@ -157,11 +157,11 @@ class _Conversation:
         self.has_blocks, self.has_values = kind != "no compressed branch", kind != "keys alone choose"
         stores = ("slc", "win", "raw") if self.has_blocks else ("slc", "win")
         self.calls = (("slc",), ("win", "raw")) if kind == "rings written last" else (stores,)
-        """The stores whose rows each call writes; the call with "slc" emits the blocks."""
+        """For each call, the stores whose rows it writes; the call with "slc" emits the blocks."""
         self.weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size**2
 
     def operands(self, names: tuple[str, ...], start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
-        """Return the operands of a call of at most `widest` rows; those after the last token are NaN and invalid."""
+        """Return the operands of a call with `widest` rows per sequence; rows after the last token are NaN and invalid."""
 
         def new(name: str) -> NewRows:
             k, v = (_rows_from(self.tokens[f"{name} {part}"], start, widest) for part in "kv")
@@ -185,7 +185,10 @@ class _Conversation:
                 self._expect_block(b, i)
 
     def differences(self, when: str) -> list[str]:
-        """Return which stores differ: rows of tokens in any bit, blocks by more than a sum of rounded terms may."""
+        """Return a line for each wrong store. Rows of tokens must be equal bit by bit; blocks may differ by the rounding of a sum.
+
+        Rows of FP8 stores may differ by the rounding to FP8.
+        """
         found = []
         for name, store in self.stores.items():
             wanted, found_there = self.expected[name].double(), store.double()
@@ -195,7 +198,7 @@ class _Conversation:
             limit = allowed_error(written, self.dtype, 4 * torch.finfo(self.dtype).eps) if name.startswith("cmp") else 0.0
             if name in self.scales:
                 found_there = found_there * self.scales[name].unsqueeze(-1)
-                # half a step of a number with 3 mantissa bits, or of the row's smallest
+                # half the distance of neighbouring FP8 numbers: of 3 mantissa bits, or of the smallest numbers of the row
                 slack = (written.abs() / 16).maximum(written.abs().amax(-1, keepdim=True) / 448 * 2.0**-10)
                 found_there = torch.where((found_there - wanted).abs() <= 1.01 * slack, wanted, found_there)
             error = max_error(found_there, wanted)
@@ -228,7 +231,7 @@ class _Conversation:
 
 
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Return x times a factor of each block's position; a stand-in for RoPE."""
+    """Return x times a factor that depends on each block's position; it stands in for RoPE."""
     return x * (1 + positions[..., None, None].to(x.dtype) / 64)
 
 
@@ -281,14 +284,14 @@ def _judge_rotation(
     start = torch.tensor([0, 40_000], dtype=torch.int32, device=device)
     kept = [x.clone() for x in given]
     found = []
-    # angles are float32, cos and sin are not rounded; a GPU uses the CPU's frequencies, whose powers it does not compute bit for bit
+    # angles are float32, cos and sin are not rounded; a GPU gets its frequencies from the CPU, because its powers differ in the last bits
     positions = (start.unsqueeze(1) + torch.arange(rows, device=device)).float()
     angles = (positions[..., None] * rope.kept_frequencies(device)[head_dim // 2 :]).double().unsqueeze(2)
     turn = torch.polar(torch.full_like(angles, rope.attention_factor()), angles)
     for index, (x, got) in enumerate(zip(given, backend(tuple(given), start, rope), strict=True)):
         pairs = torch.complex(*x.double().chunk(2, -1)) * turn
         expected = torch.cat([pairs.real, pairs.imag], -1)
-        # float32 cos and sin give float32 results
+        # cos and sin are float32, so float64 results have float32 precision
         limit = allowed_error(expected, torch.float32 if request.dtype == torch.float64 else request.dtype)
         if got.dtype != x.dtype or max_error(got, expected) > limit:
             found.append(f"heads {index} are {got.dtype}, off by {max_error(got, expected):.1e} where {limit:.1e} is allowed")
@@ -319,7 +322,7 @@ def choose_trials(backend: BranchBackend, device: torch.device) -> Iterator[Tria
 
 
 def _scores(geometry: BlockGeometry, num_heads: int, num_kv_heads: int, num_blocks: int, has_factor: bool, device: torch.device) -> Scores:
-    """Return scores with ties, NaN in some of them, and rows at each edge of a block, without a query (-1) among them."""
+    """Return scores with ties and some NaN, for rows at the edges of blocks and for rows without a query (position -1)."""
     generator = torch.Generator().manual_seed(num_blocks + has_factor)
     width = geometry.selection_block_size
     edges = {edge for j in (0, 1, num_blocks // 2, num_blocks - 1) for edge in (j * width, (j + 1) * width - 1)}
@@ -327,7 +330,7 @@ def _scores(geometry: BlockGeometry, num_heads: int, num_kv_heads: int, num_bloc
     heads = num_heads if has_factor else num_kv_heads
     scores = torch.randint(0, 16, (len(positions), heads, num_blocks), generator=generator).float() / 16
     scores[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
-    # a row of equal scores, and one without scores
+    # a row of equal scores, and a row half of whose scores are NaN
     scores[1], scores[-2, :, : num_blocks // 2] = 0.25, float("nan")
     factor = 2.0 ** -torch.randint(0, 4, (len(positions), heads), generator=generator).float() if has_factor else None
     return Scores(scores.to(device), None if factor is None else factor.to(device), positions.to(device), num_kv_heads)
