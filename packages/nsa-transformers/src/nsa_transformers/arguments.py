@@ -1,4 +1,4 @@
-"""Arguments of `forward` and `generate` that a model of NSA cannot take, refused by name."""
+"""Check the arguments of `forward` and `generate`, and refuse those that an NSA model does not support; errors name the argument."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ CALLERS = (
     *("output_attentions", "return_dict", "cache_position", "num_items_in_batch", "ignore_index", "shift_labels"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_first_iteration"),
 )
-"""Keywords of `forward` beyond its signature that generation, Trainer and its collators pass."""
+"""Keywords outside the signature of `forward` that `generate`, Trainer and its collators pass."""
 IGNORED = -100
 """Label of a token that the loss leaves out."""
 
@@ -41,7 +41,7 @@ def require_no_attentions(asked: bool | None) -> None:
 
 
 def require_tensors(**given: Any) -> None:
-    """Raise InputError for one of the arguments `given` (name -> value, None: left out) that is no tensor."""
+    """Raise InputError if one of the arguments `given` (name -> value) is neither a tensor nor None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
             raise InputError(f"{name} is a {type(value).__name__} (the rule: a tensor, on the model's device); use torch.tensor({name})")
@@ -54,7 +54,7 @@ def require_kept(logits_to_keep: Any) -> None:
 
 
 def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
-    """Raise InputError unless `ids` are None or integers `(B, S)`, and `embedded` tokens None or `(B, S, hidden_size)`."""
+    """Raise InputError unless `ids` is None or integers `(B, S)`, and `embedded` is None or embedded tokens `(B, S, hidden_size)`."""
     for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
         if x is not None and not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__} (the layout is ({', '.join(layout)})); use torch.tensor({name})")
@@ -73,7 +73,7 @@ def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
 
 
 def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_keep: int | Tensor) -> None:
-    """Raise InputError unless `labels` are integers of the shape `(B, S)` of `tokens`, all logits stay, and (on a CPU) the ids are known."""
+    """Raise InputError unless `labels` are int64 of the shape `(B, S)` of `tokens`, all logits are kept, and (on a CPU) the ids are known."""
     if labels.shape != tokens.shape[:2] or labels.dtype != torch.int64:
         raise InputError(
             f"labels are {labels.dtype} of shape {tuple(labels.shape)} (a token's label is its own id, int64 {tuple(tokens.shape[:2])}: the loss "
@@ -92,13 +92,19 @@ def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_ke
 
 
 def labels_that_follow_tokens(labels: Tensor, mask: Tensor, ignored: int) -> Tensor:
-    """Return `labels` `(B, S)` with `ignored` for tokens right after padding in `mask` `(B, past + S)`: padding attends to the whole row."""
+    """Return `labels` `(B, S)` with `ignored` for tokens right after padding in `mask` `(B, past + S)`.
+
+    Padding must not predict such a token, because padding attends to the whole row.
+    """
     follows_padding = mask[:, -labels.shape[1] : -1] == 0
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(follows_padding, ignored)], 1)
 
 
 def share_of_labels(labels: Tensor, asked: Tensor, ignored: int) -> Tensor:
-    """Return the share of the `asked` labels `(B, S)` (shifted by the loss) that is left in `labels`, a scalar tensor; 1 if none is left."""
+    """Return the share of the labels `asked` `(B, S)` that `labels` still has, a scalar tensor; 1 if none is left.
+
+    The first column does not count, because the loss shifts labels by one.
+    """
     left, all_of_them = ((x[:, 1:] != ignored).sum() for x in (labels, asked))
     return torch.where(left > 0, left / all_of_them, 1.0)
 
@@ -115,7 +121,7 @@ def require_cache_position(positions: Tensor | None, past: int, num_tokens: int)
 
 
 def warn_of_ignored(keywords: Mapping[str, Any]) -> None:
-    """Warn of `keywords` of a `forward` that no part of the model reads, and that nothing in Transformers passes by itself."""
+    """Warn of `keywords` of `forward` that the model does not read, except those that Transformers itself passes."""
     if ignored := sorted(name for name, value in keywords.items() if value is not None and name not in CALLERS):
         warnings.warn(f"forward ignores {', '.join(ignored)} (no argument of this model); leave it out", stacklevel=3)
 
@@ -137,7 +143,7 @@ def require_cache_used(cache: Any, use_cache: bool | None) -> None:
 
 
 def require_left_padding(mask: Tensor | None) -> None:
-    """Raise InputError if the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
+    """Raise InputError if a prompt ends with padding, because new tokens must follow a valid token; waits for the mask's device."""
     if mask is not None and mask.dim() == 2 and mask.shape[1] and bool((is_padding := mask[:, -1] == 0).any()):
         raise InputError(
             f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "

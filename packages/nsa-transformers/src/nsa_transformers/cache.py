@@ -1,4 +1,4 @@
-"""Transformers' cache interface over the caches of nsa-core: one per layer, created with the first tokens."""
+"""Transformers' cache interface for the caches of nsa-core: one cache per layer, which is created with the first tokens."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ GRAPH_MODULES = (*KNOWN, "nsa_transformers")
 
 
 class NSACacheLayer(CacheLayerMixin):
-    """The cache of one layer. The attention module writes its own stores, so `update` raises an error."""
+    """The cache of one layer. The attention module writes the stores itself, so `update` raises an error."""
 
     is_croppable = True
     supports_early_init = False
@@ -28,10 +28,10 @@ class NSACacheLayer(CacheLayerMixin):
         self.store: Any = None
         """An `nsa_core.NSACache` or `DenseCache`; None before the first tokens."""
         self.length: Any = 0
-        """Columns of the batch so far, padding included: an int; in a static cache a tensor that the layers on one device share."""
+        """Number of columns of the batch so far, padding included: an int, or in a static cache a tensor that the layers on one device share."""
 
     def start(self, attention: Any, x: Tensor) -> None:
-        """Allocate the stores for sequences x `(B, S, hidden_size)` of the module `attention`, if there are none yet."""
+        """Allocate the stores of the module `attention` for the sequences of x `(B, S, hidden_size)`, if there are none yet."""
         if self.store is None:
             # weights that accelerate has offloaded are on the meta device
             device = x.device if attention.q_proj.weight.is_meta else None
@@ -48,7 +48,7 @@ class NSACacheLayer(CacheLayerMixin):
         return int(self.store.batch_size)
 
     def advance(self, num_tokens: int) -> None:
-        """Add `num_tokens` columns of a step to the length, of a static cache also to that of the other layers on its device."""
+        """Add the `num_tokens` columns of a step to the length; in a static cache, layers on the same device share it."""
         if self.is_compileable:
             self.length.add_(num_tokens)
         else:
@@ -63,11 +63,11 @@ class NSACacheLayer(CacheLayerMixin):
         raise InputError("an NSA cache takes no keys and values (its layer writes each branch); pass it to the model as past_key_values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns of a mask over the past and `query_length` new tokens, and 0."""
+        """Return the number of columns of a mask over the past and `query_length` new tokens, and its offset 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Return the columns of the batch so far, padding included."""
+        """Return the number of columns of the batch so far, padding included."""
         return self.length if self.store is not None else 0
 
     def get_max_length(self) -> int:
@@ -81,10 +81,10 @@ class NSACacheLayer(CacheLayerMixin):
             self.length = self.length.zero_() if self.is_compileable else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every sequence; `NSAModelCache.crop` changes the length, which layers share.
+        """Remove the last `-tokens_to_remove` tokens of every sequence from the stores. `NSAModelCache.crop` updates the length, which layers share.
 
         Raises:
-            InputError: for a count above 0, which older versions of transformers understood as the length to keep.
+            InputError: for a positive number, which older versions of transformers understood as the length to keep.
             CacheOverflowError: for more tokens than `max_rollback`, or than the cache holds.
         """
         count = int(tokens_to_remove)
@@ -105,12 +105,12 @@ class NSACacheLayer(CacheLayerMixin):
             self.store.reorder(torch.arange(self.batch_size, device=device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
+        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps the sequences where it is True."""
         if self.store is not None:
             self.store.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def activate_past_recording(self) -> None:
-        """Do nothing: the cache always keeps what a crop of `max_rollback` tokens needs."""
+        """Do nothing: the cache always keeps the tokens that a crop of `max_rollback` tokens needs."""
 
     def offload(self) -> None:
         """Raise an error: these stores stay on their layer's device."""
@@ -120,7 +120,7 @@ class NSACacheLayer(CacheLayerMixin):
 
 
 def described_layers(config: Any) -> str:
-    """Return a description of the layers of an `NSAModelConfig`; models with equal ones can share a cache."""
+    """Return a description of the layers of an `NSAModelConfig`; models with equal descriptions can share a cache."""
     return repr(config.decoder_layers())
 
 
@@ -133,7 +133,7 @@ class Deferred(NamedTuple):
     """(B, S): True for valid tokens; None: all."""
 
     def rows(self, indices: Tensor) -> "Deferred":
-        """Return the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
+        """Return the sequences at `indices`; a boolean vector `(B,)` keeps the sequences where it is True."""
         return Deferred(self.x[indices], None if self.mask is None else self.mask[indices])
 
 
@@ -153,8 +153,8 @@ class NSAModelCache(Cache):
         """Start empty, for the layers of `config` (an `NSAModelConfig`).
 
         `static`: allocate `max_cache_len` tokens at once, so that a step may be compiled or captured; else the stores grow.
-        `max_rollback`: number of tokens that `crop` may remove; `keep_raw`: any number of them. `step_graphs`: False captures no steps;
-        for True and None see `graphs`.
+        `max_rollback`: number of tokens that `crop` may remove; with `keep_raw` it may remove any number. `step_graphs`: False captures no
+        steps; for True and None see `graphs`.
 
         Raises:
             InputError: for a static cache without `max_cache_len`, or a `max_cache_len` below 1.
@@ -166,15 +166,15 @@ class NSAModelCache(Cache):
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "step_graphs": step_graphs}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.described = described_layers(config)
-        """The description of the layers for which it was built."""
+        """The description (`described_layers`) of the layers for which the cache was built."""
         self.deferred: Deferred | None = None
         """Tokens that the layers process before the next step; None if there are none."""
         self.graphs: StepGraphs | None = None
-        """The captured steps of all layers and the last norm, of a static cache on one GPU: the first step of a form (batch, up to 16 new
-        tokens) runs eagerly, the second is captured, later ones are replayed. A capture that fails gives a warning, or with
-        `step_graphs=True` an error."""
+        """The captured steps of a static cache on one GPU, with all layers and the last norm; else None. The first step of a form (batch size,
+        up to 16 new tokens) runs eagerly, the second is captured and replayed, later ones are replayed. If a capture fails, there is a
+        warning, or with `step_graphs=True` an error."""
         self._advancing: list[NSACacheLayer] = []
-        """Layers whose lengths a step advances: those of a static cache on one device share a tensor."""
+        """The layers on which a step calls `advance`: all layers, or in a static cache one per device, because the others share its length."""
 
     @property
     def is_static(self) -> bool:
@@ -185,8 +185,8 @@ class NSAModelCache(Cache):
         """Prepare for the tokens x `(B, S, hidden_size)`.
 
         Raises:
-            InputError: if it holds another number of sequences.
-            CacheOverflowError: if they do not fit, as far as the host knows.
+            InputError: if the cache holds another number of sequences.
+            CacheOverflowError: if the tokens do not fit. For a single token in a static cache on a GPU this is not checked.
         """
         batch_size, num_tokens = x.shape[:2]
         if not self._advancing:
@@ -219,11 +219,11 @@ class NSAModelCache(Cache):
                 self.graphs = StepGraphs(may_fail=not self.options["step_graphs"], known=GRAPH_MODULES)
 
     def defer(self, x: Tensor, mask: Tensor | None) -> None:
-        """Keep the embedded tokens `x` `(B, S, hidden_size)`, the first ones, until a step follows."""
+        """Keep the first tokens, embedded as `x` `(B, S, hidden_size)`, and their mask until a step follows."""
         self.deferred = Deferred(x, mask)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the columns of the batch so far, padding included."""
+        """Return the number of columns of the batch so far, padding included."""
         return super().get_seq_length(layer_idx) if self.deferred is None else self.deferred.x.shape[1]
 
     @property
@@ -237,10 +237,10 @@ class NSAModelCache(Cache):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every sequence. It raises the errors of `NSACacheLayer.crop` before anything changes."""
+        """Remove the last `-tokens_to_remove` tokens of every sequence. It raises the errors of `NSACacheLayer.crop`; nothing changes then."""
         if self.deferred is None or tokens_to_remove >= 0:
             for layer in self.layers:
-                # layers that differ may refuse what others allow
+                # layers of different kinds may refuse a crop that others allow
                 if layer.store is not None and tokens_to_remove < 0:
                     layer.store.check_crop(-int(tokens_to_remove))
             super().crop(tokens_to_remove)
@@ -262,7 +262,7 @@ class NSAModelCache(Cache):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
+        """Keep only the sequences at `indices`; a boolean vector `(B,)` keeps the sequences where it is True."""
         if self.deferred is not None:
             self.deferred = self.deferred.rows(indices.to(self.deferred.x.device))
         super().batch_select_indices(indices)
@@ -276,7 +276,7 @@ class NSAModelCache(Cache):
             )
 
     def require_rollback(self, num_tokens: int) -> None:
-        """Raise CacheOverflowError if `crop` could not take back `num_tokens` tokens."""
+        """Raise CacheOverflowError if `crop` could not remove `num_tokens` tokens."""
         most = self.options["max_rollback"]
         if not self.options["keep_raw"] and num_tokens > most:
             raise CacheOverflowError(
@@ -285,7 +285,7 @@ class NSAModelCache(Cache):
             )
 
     def advance(self, num_tokens: int) -> None:
-        """Add `num_tokens` columns of a step to the length."""
+        """Add the `num_tokens` columns of a step to the length."""
         for layer in self._advancing:
             layer.advance(num_tokens)
 

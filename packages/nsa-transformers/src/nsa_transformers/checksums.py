@@ -1,4 +1,4 @@
-"""The SHA-256 of a safetensors file's data, in the file's metadata: copies keep it, rewritten files lose it."""
+"""Checksums of weights: the SHA-256 of a safetensors file's data is in the file's metadata. Copies of a file keep it, rewritten files lose it."""
 
 import hashlib
 import json
@@ -18,11 +18,11 @@ UNSEALED = {KEY: "0" * 64}
 
 
 def seal(file: Path) -> None:
-    """Put the SHA-256 of the tensors' bytes into the header of `file`, which was written with the metadata UNSEALED."""
+    """Write the SHA-256 of the tensors' bytes into the header of `file`, which must have been written with the metadata UNSEALED."""
     with file.open("r+b") as opened:
         header = _header(opened)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        # quotation marks in a tensor's name are escaped
+        # a tensor's name cannot contain this text, because its quotation marks are escaped
         empty, filled = (f'"{KEY}":"{value}"'.encode() for value in (UNSEALED[KEY], digest))
         if header.count(empty) != 1:
             raise InputError(f"{file} was not written with the metadata that a checksum completes ({UNSEALED}); write it with them")
@@ -31,9 +31,9 @@ def seal(file: Path) -> None:
 
 
 def seal_copy(file: Path) -> None:
-    """Replace `file`, whose metadata are any, by a copy with the SHA-256 in its header. The directory needs room for the copy.
+    """Replace `file`, with any metadata, by a copy that has the SHA-256 in its header. The directory needs room for the copy.
 
-    A header that grows moves the data. A process that reads `file` meanwhile finds the old one or the new one, whole.
+    A copy is needed because a longer header moves the data. A process that opens `file` meanwhile gets the old or the new file, complete.
     """
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""The content of config.json as `NSAModelConfig`, and the layers that it describes."""
+"""`NSAModelConfig`, which holds the content of config.json, and the layers that it describes."""
 
 import dataclasses
 import difflib
@@ -24,7 +24,7 @@ GEOMETRY = tuple(item.name for item in fields(BlockGeometry))
 SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v")
 """Fields of `NSAConfig` that config.json holds under Hugging Face's names."""
 MOST = {"vocab_size": 2**31 - 1, "intermediate_size": MOST_SIZE, "num_hidden_layers": 2**16}
-"""The largest values of sizes that no layer checks."""
+"""Maximum values of the sizes that no layer checks."""
 TABLE_KEYS = (*GEOMETRY, *(item.name for item in fields(NSAConfig) if item.name not in (*SIZES, "geometry")))
 """The keys of `nsa`."""
 ELSEWHERE = {
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "attention_bias": "nsa.qkv_bias",
     "sliding_window": "nsa.window_size",
 }
-"""Keys of other models' config.json, and of nsa-core, that would be ignored -> the key with the same meaning here."""
+"""Key of another model's config.json, or of nsa-core, that would be ignored here -> the key that has its meaning here."""
 LAYER_KEYS = ("attention", "branches", *GEOMETRY)
 """The keys that an entry of `layers` may have."""
 REMOTE_MODULE = "modeling_nsa_core"
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 
 @strict
 class NSAModelConfig(PreTrainedConfig):
-    """Configuration of a decoder: sizes under Hugging Face's names, and the attention under `nsa`, with the keys of nsa-train's table `nsa`.
+    """Configuration of a decoder: sizes under Hugging Face's names, and the attention in the table `nsa`, with the keys of nsa-train's table `nsa`.
 
     Raises:
         ConfigError: for a schema that is newer than this version, or values that `nsa_core` refuses.
@@ -76,25 +76,26 @@ class NSAModelConfig(PreTrainedConfig):
     vocab_size: int = 258
     hidden_size: int = 256
     intermediate_size: int | None = None
-    """None: 8/3 hidden_size, rounded up to 64."""
+    """None: 8/3 of hidden_size, rounded up to a multiple of 64."""
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 1
     head_dim_qk: int | None = None
-    """None: hidden_size / num_attention_heads; the same for head_dim_v."""
+    """None: hidden_size // num_attention_heads; the same for head_dim_v."""
     head_dim_v: int | None = None
     max_position_embeddings: int = 4096
     rms_norm_eps: float | None = None
-    """None: the machine epsilon of the norm's input."""
+    """Epsilon of RMSNorm; None: the machine epsilon of the norm's input."""
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     attention: str = "nsa"
-    """"dense": the same decoder with full causal attention."""
+    """Attention of all layers if `layers` is None: "nsa", or "dense" for full causal attention."""
     layers: list[Any] | None = None
-    """A pattern, repeated until there are num_hidden_layers: "nsa", "dense", or a table of `attention`, `branches` and block sizes."""
+    """A pattern that is repeated until there are num_hidden_layers. An entry is "nsa", "dense", or a table of `attention`, `branches` and block
+    sizes."""
     nsa: dict[str, Any] | None = None
     """Block sizes, and the other fields of `nsa_core.NSAConfig`; absent fields have their defaults."""
     nsa_schema: int = SCHEMA
@@ -116,7 +117,7 @@ class NSAModelConfig(PreTrainedConfig):
         self.head_dim_qk = self.head_dim_qk or head_dim
         self.head_dim_v = self.head_dim_v or head_dim
         self.nsa = dict(self.nsa or {})
-        # a repository may have prefixed its name
+        # the auto_map of a repository may have its name in front of the modules' names
         super().__post_init__(**{**kwargs, "auto_map": dict(AUTO_MAP)})
         self.decoder_layers()
 
@@ -125,7 +126,7 @@ class NSAModelConfig(PreTrainedConfig):
         """Do nothing: every saved configuration names its classes, in a module of three lines."""
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the content of config.json: all fields of this model, and others that differ from their defaults."""
+        """Return the content of config.json: all fields of this class, and other fields that differ from their defaults."""
         own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(PreTrainedConfig)}
         whole = self.to_dict()
         return {**super().to_diff_dict(), **{name: whole[name] for name in sorted(own)}}
@@ -138,7 +139,7 @@ class NSAModelConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def sizes(self) -> DecoderSizes:
-        """Return the sizes of the decoder, whose output layer is built by its owner."""
+        """Return the sizes of the decoder, without an untied output layer: `NSAForCausalLM` builds its own output layer."""
         assert self.intermediate_size is not None
         return DecoderSizes(self.vocab_size, self.hidden_size, self.intermediate_size, self.rms_norm_eps)
 
@@ -146,7 +147,7 @@ class NSAModelConfig(PreTrainedConfig):
         """Return the layers, first to last.
 
         Raises:
-            ConfigError: naming the key that is refused.
+            ConfigError: for an invalid key or value, which the message names.
         """
         if self.attention not in tuple(ATTENTIONS):
             raise ConfigError(f"attention={self.attention!r} is unknown (the rule: one of 'nsa', 'dense'); use 'nsa'")
@@ -171,7 +172,7 @@ class NSAModelConfig(PreTrainedConfig):
             raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is negative or no number (it is added to a mean square); use 1e-5")
 
     def _require_dtype(self, older: Any) -> None:
-        """Raise ConfigError unless `dtype`, or `older` (its older key) in its place, is a floating-point dtype of torch or its name, or None."""
+        """Raise ConfigError unless `dtype` is None, or a floating-point dtype of torch or its name. If it is None, `older`, its older key, counts."""
         given = older if self.dtype is None else self.dtype
         dtype = getattr(torch, given, None) if isinstance(given, str) else given
         if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -199,17 +200,17 @@ class NSAModelConfig(PreTrainedConfig):
 
 
 def nsa_table(config: NSAConfig) -> dict[str, Any]:
-    """Return the table `nsa` of config.json for layers of `config`, without `backends`, which depend on the machine."""
+    """Return the table `nsa` of config.json for layers of `config`. `backends` is left out, because it depends on the machine."""
     values = config_to_dict(config)
     geometry = values.pop("geometry")
     return {**geometry, **{key: value for key, value in values.items() if key not in (*SIZES, "backends")}}
 
 
 def generation_config(config: NSAModelConfig) -> GenerationConfig:
-    """Return the settings of `generate` for models of `config`: the ids of end and padding."""
+    """Return the settings of `generate` for models of `config`: the ids of the begin, end and padding tokens."""
     return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
 def attentions(config: NSAModelConfig) -> list[partial[nn.Module]]:
-    """Return a function per layer that makes its attention."""
+    """Return a function for each layer that makes its attention module."""
     return [partial(Layer.build, layer) for layer in config.decoder_layers()]

@@ -1,7 +1,7 @@
-"""Greedy decoding and sampling over a static cache on a GPU, where the host starts a step before it reads whether the text has ended.
+"""Greedy decoding and sampling over a static cache on a GPU, in which the host starts a step before it knows if the text has ended.
 
-The loop of Transformers waits for the GPU after each token, and only then starts the next step. Here the host reads a token's results while the
-next step runs. If all sequences have ended, that step was one too many, and its row is taken back from a cache that the caller keeps.
+The loop of Transformers waits for the GPU after each token, and only then starts the next step. Here the host reads the results of a token while
+the next step runs. If all sequences have ended, that step was not needed, and its row is removed from a cache that the caller passed.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from nsa_transformers.cache import NSAModelCache
 
 
 def may_decode_ahead(model_kwargs: dict[str, Any], generation_config: Any, device: torch.device) -> bool:
-    """Return True for a static cache on a CUDA GPU from which a row can be taken back, if only the tokens are asked for."""
+    """Return True for a static cache on a CUDA GPU from which `crop` can remove a row, if the caller asks for the tokens only."""
     cache = model_kwargs.get("past_key_values")
     if device.type != "cuda" or not isinstance(cache, NSAModelCache) or not cache.is_static:
         return False
@@ -29,11 +29,11 @@ class _Results:
         on_gpu = device.type == "cuda"
         self.has_ended = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, pin_memory=on_gpu)
-        # a copy to the host of a CPU is there at once
+        # with a CPU the copy is complete at once
         self.copied = torch.cuda.Event() if on_gpu else None
 
     def start_copy(self, unfinished: Tensor, tokens: Tensor) -> None:
-        """Start to copy `tokens` int64 `(B,)`, and whether none is left of `unfinished` bool `(B,)`, the sequences that go on."""
+        """Start to copy `tokens` int64 `(B,)`, and a flag that is True if no sequence is `unfinished` (bool `(B,)`)."""
         self.has_ended.copy_(~unfinished.any(), non_blocking=True)
         if self.streamer is not None:
             self.tokens.copy_(tokens, non_blocking=True)

@@ -1,7 +1,7 @@
 """Evaluate an export with lm-eval on a file of tasks, without a network: `python -m nsa_transformers.evaluate DIR --tasks FILE`.
 
-FILE is YAML or JSON: a task of lm-eval or a list of tasks, under lm-eval's own keys. `data` holds a task's documents: a list, or a table of
-lists by split. lm-eval loads the documents of a task without `data`, for example by `dataset_path: json` with local files.
+FILE is YAML or JSON: a task of lm-eval or a list of tasks, with lm-eval's own keys. The additional key `data` holds the documents of a task: a
+list, or a table of lists by split. Without `data`, lm-eval loads the documents, for example by `dataset_path: json` with local files.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from nsa_core.errors import ConfigError, NSAError
 from nsa_transformers.tokenizer import tokenizer_of
 
 SPLIT = "test"
-"""The name of the split of a task whose `data` are a list."""
+"""Name of the split if the `data` of a task is a list."""
 
 
 def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 8, limit: int | None = None) -> dict[str, Any]:
-    """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: maximum documents of each task.
+    """Return lm-eval's results for the model in `folder` on the tasks of a file; `limit`: maximum number of documents of each task.
 
     Raises:
-        ConfigError: if lm-eval is not installed or refuses a task, an option is invalid, the file holds no tasks, or the folder no model.
+        ConfigError: if lm-eval is not installed or refuses a task, an option is invalid, the file holds no tasks, or `folder` holds no model.
     """
     configs = read_tasks(tasks)
     _require_options(device, batch_size, limit)
@@ -72,7 +72,7 @@ def _opened(folder: Path) -> tuple[Any, Any]:
     """Return the model and the tokenizer in `folder`.
 
     Raises:
-        ConfigError: if it cannot be loaded, lacks tensors, or its tokenizer has ids beyond its vocabulary.
+        ConfigError: if the model cannot be loaded or lacks tensors, or the tokenizer has ids beyond the model's vocabulary.
     """
     try:
         # a folder of another family may hold code and pickles
@@ -110,7 +110,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     """Return the configurations of the tasks in a YAML or JSON file, as lm-eval expects them. No code in the file is run.
 
     Raises:
-        ConfigError: if it cannot be read, or holds no tasks with a name.
+        ConfigError: if the file cannot be read, holds no tasks, or holds a task without a name or two with the same name.
     """
     import yaml
 
@@ -144,12 +144,12 @@ def _with_data(task: dict[str, Any]) -> dict[str, Any]:
 
         return DatasetDict({str(split): Dataset.from_list([dict(row) for row in rows]) for split, rows in splits.items()})
 
-    # the path is not opened
+    # dataset_path is required, but not opened
     return {"dataset_path": "json", "test_split": SPLIT if SPLIT in splits else next(iter(splits)), **task, "custom_dataset": documents}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of results, and write them to `--json`; return the exit code: 0, or 2 if something is refused."""
+    """Print a table of the results, and write them to `--json`; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m nsa_transformers.evaluate", description="Evaluate an export with lm-eval, offline.")
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that `nsa-train ckpt export --format hf` wrote")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Convert Transformers' padding masks and packed position ids for nsa-core: to moved columns with counts, and to `cu_seqlens`."""
+"""Convert Transformers' padding masks and packed position ids for nsa-core: masks to an order of columns with counts, ids to `cu_seqlens`."""
 
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ def require_marks(mask: Tensor) -> None:
 
 
 def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
-    """Return the padding among the last `num_tokens` columns of `mask` without a read on the host, for a compiled step."""
+    """Return the padding among the last `num_tokens` columns of `mask`. The host reads no value, so a compiled step can call this."""
     is_valid = mask[:, -num_tokens:] != 0
     counts = is_valid.sum(1)
     lead = torch.where(counts > 0, is_valid.int().argmax(1), 0).unsqueeze(1)
@@ -86,7 +86,7 @@ def require_no_holes(is_valid: Tensor) -> None:
 
 
 def require_mask_of_past(mask: Tensor, num_tokens: int, lengths: Tensor) -> None:
-    """Raise InputError if `mask` `(B, past + S)` says of earlier columns that other numbers of tokens are valid than the cache's `lengths` `(B,)`."""
+    """Raise InputError if the numbers of valid earlier columns in `mask` `(B, past + S)` are not the cache's `lengths` `(B,)`."""
     if mask.shape[1] == num_tokens:
         return
     marked = (mask[:, :-num_tokens] != 0).sum(1)
@@ -125,7 +125,7 @@ def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Pa
 
 
 def require_positions(positions: Tensor, padding: Padding | None, batch_size: int, num_tokens: int, lengths: Tensor | None) -> None:
-    """Raise InputError unless the valid tokens' `positions` count on from `lengths` `(B,)` earlier tokens (None: from 0)."""
+    """Raise InputError unless the `positions` of valid tokens count up in steps of 1 from `lengths` `(B,)`, the earlier tokens (None: from 0)."""
     rows = _rows(positions, batch_size, num_tokens)
     moved = rows if padding is None else rows.gather(1, padding.order)
     steps = torch.arange(num_tokens, device=rows.device)

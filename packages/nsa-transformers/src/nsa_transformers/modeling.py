@@ -1,4 +1,4 @@
-"""`NSAModel` and `NSAForCausalLM`: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
+"""`NSAModel` and `NSAForCausalLM`: the decoder of nsa-core with the interface of Transformers. Weights have the names of the decoder's weights."""
 
 import warnings
 from collections.abc import Callable
@@ -52,11 +52,11 @@ from nsa_transformers.layout import (
 from nsa_transformers.weights import Stored
 
 STEP = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""Methods that make a step of generation."""
+"""Names of the methods that run a step of generation."""
 
 
 class NSABlock(GradientCheckpointingLayer, Block):
-    """A layer of the decoder; with `gradient_checkpointing_enable` it is recomputed in the backward pass."""
+    """A layer of the decoder; after `gradient_checkpointing_enable` it is recomputed in the backward pass."""
 
 
 class NSAPreTrainedModel(Stored, PreTrainedModel):
@@ -78,7 +78,7 @@ class NSAPreTrainedModel(Stored, PreTrainedModel):
         super().post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a resized embedding or output layer like the original one."""
+        """Initialise a resized embedding or output layer like a new one."""
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.normal_(module.weight, std=EMBEDDING_STD)
 
@@ -95,14 +95,14 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     _keys_to_ignore_on_load_unexpected: ClassVar[Any] = [r"^lm_head\."]
 
     def __init__(self, config: NSAModelConfig) -> None:
-        """Build the layers that `config` describes, with freshly drawn weights."""
+        """Build the layers that `config` describes, with new random weights."""
         super().__init__(config.sizes(), attentions(config), config)
         self._add_head(config)
         self._described = described_layers(config)
         self.post_init()
 
     def _add_head(self, config: NSAModelConfig) -> None:
-        """Build the output layer, of a model that has one."""
+        """Build the output layer in a model that has one; here do nothing."""
 
     @can_return_tuple
     def forward(
@@ -119,22 +119,22 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
 
-        `attention_mask` `(B, past + S)` is 1 at valid tokens, which must be next to one another. `position_ids` that start again at 0
-        pack several sequences in a row; these do not see one another, and cannot be combined with a cache.
+        `attention_mask` `(B, past + S)` is 1 at valid tokens, which must be next to one another. If `position_ids` start again at 0 in a row,
+        the row packs several sequences. These do not see one another, and cannot be combined with a cache.
 
-        A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache; training ignores it, with a
-        warning. `use_cache=None` makes one if no gradient is recorded, there are no labels and rows are not packed. This cache keeps the
+        A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache; in training it is ignored, with a
+        warning. `use_cache=None` makes a cache if no gradient is recorded, there are no labels and rows are not packed. This cache keeps the
         embedded tokens, and fills its stores only when a step follows, so that the states equal those of a pass without a cache.
 
         With `output_hidden_states`, `hidden_states` are the embeddings, the output of each layer except the last, and the normed output of
-        the last. States of valid tokens do not depend on the padding; states at padding are finite and have no meaning.
+        the last layer. States of valid tokens do not depend on the padding. States at padding are finite, but have no meaning.
 
         Raises:
             InputError: for an input without a batch dimension, ids beyond the vocabulary (on a CPU), a mask with holes or one that does not
                 match the cached tokens, positions that do not count up in steps of 1 from 0 or from the cached tokens, or a cache of another
                 model.
-            CacheOverflowError: for more tokens than a static cache has room for; single tokens on a GPU are dropped, and
-                `past_key_values.check()` says so.
+            CacheOverflowError: for more tokens than the cache has room for. A static cache on a GPU drops single tokens without an error;
+                `past_key_values.check()` then raises it.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
@@ -175,12 +175,12 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         return self.training and torch.is_grad_enabled()
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raise InputError for ids beyond the vocabulary; only `generate` reads those on a GPU."""
+        """Raise InputError for ids beyond the vocabulary. Ids on a GPU are not read here; `generate` reads them."""
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             require_known_ids(ids, self.config.vocab_size)
 
     def _check_columns(self, columns: Tensor | None, cache: NSAModelCache | None, x: Tensor) -> None:
-        """Raise InputError for another `cache_position` than that of `x`; on a GPU it is not read, since that would wait for the device."""
+        """Raise InputError if `columns` (cache_position) are not those of `x`. On a GPU they are not read, because that would wait for the device."""
         if columns is not None and not torch.compiler.is_compiling() and x.device.type == "cpu":
             require_cache_position(columns, 0 if cache is None else int(cache.get_seq_length()), x.shape[1])
 
@@ -196,7 +196,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     ) -> tuple[BaseModelOutputWithPast, bool]:
         """Return the outputs for whole sequences, and True if they are packed.
 
-        Padding is moved after the valid tokens, so that causal attention hides it from them.
+        Padding is moved after the valid tokens of its row, so that causal attention hides it from them.
         """
         batch_size, num_tokens = x.shape[:2]
         padding = padding_of(mask, batch_size, num_tokens, 0)
@@ -235,7 +235,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             require_mask_of_past(mask, num_tokens, stores[0].lengths)
         if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
-        # a replay records no states, and would not notice what a subclass adds to its layers
+        # a replay records no hidden states, and would not run what a subclass adds to `hidden`
         may_replay = padding is None and not (recorded or self.config.output_hidden_states) and type(self).hidden is Decoder.hidden
         if cache.graphs is not None and may_replay:
             last = cache.graphs.run(self, stores, x, None, lambda rows, _: self.hidden(rows, caches=stores))
@@ -250,7 +250,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         return outputs
 
     def _recorded(self, recorded: Any, x: Tensor, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
-        """Return the result of `hidden`, with the requested hidden states; None: as the configuration says."""
+        """Return the result of `hidden` with hidden states if `recorded` is True; None: if the configuration asks for them."""
         asked = {} if recorded is None else {"output_hidden_states": recorded}
         outputs: BaseModelOutputWithPast = self._captured(x, *inputs, **options, **asked, return_dict=True)
         return outputs
@@ -371,7 +371,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """Return what `GenerationMixin._sample` returns; if possible, do not wait for the GPU at each token."""
-        # a step of others' making, such as an adapter's, may need more than the last token
+        # a step that another class defines, such as an adapter, may need more than the last token
         is_own = all(getattr(getattr(self, name), "__func__", None) is getattr(NSAForCausalLM, name) for name in STEP)
         if is_own and not synced_gpus and may_decode_ahead(model_kwargs, generation_config, input_ids.device):
             return decode_ahead(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs)
@@ -380,15 +380,15 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         )
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Return True if `generate` compiles its steps: only where a `compile_config` asks for it.
+        """Return True if `generate` compiles its steps, which it does only if there is a `compile_config`.
 
-        The layers of a step over a static cache on a GPU are one CUDA graph without it (`NSAModelCache.graphs`), which is faster.
+        Without compilation, the layers of a step over a static cache on a GPU run as one CUDA graph (`NSAModelCache.graphs`), which is faster.
         """
         is_asked_for = generation_config.compile_config is not None
         return is_asked_for and bool(super()._valid_auto_compile_criteria(model_kwargs, generation_config))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise InputError: continuous batching pages one K and V per layer."""
+        """Raise InputError: continuous batching keeps one K and V per layer in pages, but NSA has stores for each branch."""
         require_working_cache("paged")
 
     def _prepare_cache_for_generation(
@@ -437,7 +437,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
 
 
 def _each(outputs: BaseModelOutputWithPast, change: Callable[[Tensor], Tensor]) -> BaseModelOutputWithPast:
-    """Return `outputs` after `change` of its last state and of each hidden state that was recorded."""
+    """Apply `change` to the last state and to each recorded hidden state of `outputs`, and return `outputs`."""
     outputs.last_hidden_state = change(outputs.last_hidden_state)
     if outputs.hidden_states is not None:
         outputs.hidden_states = tuple(None if states is None else change(states) for states in outputs.hidden_states)

@@ -24,7 +24,7 @@ def byte_tokenizer(max_length: int | None = None) -> PreTrainedTokenizerFast:
 
 
 def merges_tokenizer(ranks: Mapping[bytes, int], *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of GPT-2's pattern whose tokens have the ids `ranks`, merged in that order."""
+    """Return a byte-pair tokenizer that splits text by GPT-2's pattern. `ranks` are the ids of its tokens, and the order of its merges."""
     alphabet = byte_alphabet()
 
     def spelled(token: bytes) -> str:
@@ -39,7 +39,7 @@ def merges_tokenizer(ranks: Mapping[bytes, int], *, separator: int, pad: int, ma
 
 
 def json_tokenizer(text: str, *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a tokenizer.json with the content `text`, with a padding token added."""
+    """Return the tokenizer of a tokenizer.json with the content `text`, and add a padding token."""
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -55,24 +55,24 @@ def id_tokenizer(num_ids: int, *, separator: int, pad: int, max_length: int | No
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Return the tokenizer of the model in `folder`; none of its code is run.
+    """Return the tokenizer of the model in `folder`; no code of the folder is run.
 
     Raises:
-        InputError: if there is none, or it cannot be read.
+        InputError: if there is no tokenizer, or it cannot be read.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # a file that is no tokenizer raises whatever its reader meets first, in tokenizers a bare Exception
+    # for a file that is no tokenizer the reader may raise any error; the library tokenizers raises a bare Exception
     except Exception as error:  # noqa: BLE001
         said = " ".join(str(error).split())
         raise InputError(f"{folder} has no tokenizer that can be read ({said:.200}); copy its tokenizer.json again") from None
 
 
 def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:
-    """Return `tokenizer` for Transformers, with the ids of end and padding. Text that spells these tokens stays text.
+    """Return `tokenizer` for Transformers, with the end token `separator` and the padding token `pad`. Text that spells them stays text.
 
     Raises:
-        InputError: if one of them would get another id.
+        InputError: if one of the two tokens would get another id.
     """
     end = tokenizer.id_to_token(separator) or END_OF_TEXT
     tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])
@@ -98,14 +98,14 @@ def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None)
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return byte -> the character for it in byte-level tokenizers: itself if it is printable, else one from U+0100 on."""
+    """Return byte -> its character in byte-level tokenizers: the byte's own character if it is printable, else one from U+0100 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printing]
     return {**{byte: chr(byte) for byte in printing}, **{byte: chr(NUM_BYTES + place) for place, byte in enumerate(others)}}
 
 
 def split_by_rank(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Return the two parts whose merge gives `token`: merge the lower ranks in order until two parts remain."""
+    """Return the two parts whose merge gives `token`: pairs of bytes are merged, lowest rank first, until two parts remain."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
