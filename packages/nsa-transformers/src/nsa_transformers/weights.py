@@ -1,4 +1,4 @@
-"""Load weights: only from safetensors, and exactly the model's tensors. Save them with checksums."""
+"""Load weights only from safetensors files that hold exactly the model's tensors, and save weights with checksums."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ from nsa_transformers.checksums import KEY, require_undamaged, seal_copy
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
-"""Names of the files of weights that `save_pretrained` writes; those of an adapter are others."""
+"""Matches the names of weight files that `save_pretrained` writes, but not those of an adapter."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 
 
 class Stored:
-    """Mixin of a `PreTrainedModel`: `from_pretrained` refuses what it cannot load completely, `save_pretrained` writes checksums."""
+    """Mixin of a `PreTrainedModel`: `from_pretrained` refuses weights that it cannot load completely, `save_pretrained` writes checksums."""
 
     config_class: Any
     base_model_prefix: str
@@ -35,8 +35,8 @@ class Stored:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
 
         Raises:
-            InputError: for pickled weights, a damaged file of a folder, data that differ from the checksum in their file, another architecture, or
-                tensors that are missing, extra, of another shape or, in a folder without quantization, integers.
+            InputError: for pickled weights; damaged files, or data that differ from the checksum in their file; another architecture; tensors
+                that are missing, extra or of another shape; integers in a folder without quantization.
         """
         if kwargs.pop("use_safetensors", True) is False:
             raise InputError("use_safetensors=False asks for pickled weights (a pickle runs code when it is read); leave it out")
@@ -79,7 +79,8 @@ class Stored:
                 field.name for field in dataclasses.fields(PreTrainedConfig)
             }
             config = cls.config_class.from_pretrained(folder, **{name: keywords[name] for name in own & {*keywords}})
-        # the folder of an adapter has no weights of the model, a quantizer packs them into other shapes, and names may be mapped
+        # shapes are not checked in an adapter's folder, which has no weights of the model, for quantized weights, which are packed into other
+        # shapes, and with a key_mapping, which changes names
         is_here = bool(weight_files(folder, variant=keywords.get("variant")))
         if keywords.get("key_mapping") or not is_here:
             return
@@ -89,7 +90,7 @@ class Stored:
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Write the model to a folder; see `PreTrainedModel.save_pretrained`. Every weight file except an adapter's gets a checksum.
 
-        If shards replace a single file, that file is removed, because it would be loaded instead of them.
+        If shards are written beside an older single file, that file is removed, because it would be loaded instead of the shards.
         """
         before = modified(Path(save_directory))
         parent: Any = super()
@@ -101,7 +102,7 @@ class Stored:
     def _upload_modified_files(
         self, working_dir: Any, repo_id: str, files_timestamps: Mapping[str, float], *args: Any, **kwargs: Any
     ) -> Any:
-        """Upload what a save has written; `save_pretrained(push_to_hub=True)` does so before it returns."""
+        """Add checksums to the files that a save has written, then upload them: `push_to_hub=True` uploads before `save_pretrained` returns."""
         complete_save(Path(working_dir), files_timestamps)
         parent: Any = super()
         return parent._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
@@ -112,12 +113,12 @@ class Stored:
 
 
 def modified(folder: Path) -> dict[str, float]:
-    """Return name -> time of the last change of the files in `folder`; empty if there is none."""
+    """Return file name -> time of its last change in `folder`; empty if the folder does not exist."""
     return {path.name: path.stat().st_mtime for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
 
 
 def complete_save(folder: Path, before: Mapping[str, float]) -> None:
-    """Give checksums to the files of weights in `folder` that are not as `before`, and remove a single file that they replace."""
+    """Add checksums to the weight files in `folder` that changed since `before`; if they are shards, remove the older single file."""
     now = modified(folder)
     for name in sorted(name for name, time in now.items() if before.get(name) != time):
         if found := SAVED.fullmatch(name):
@@ -131,7 +132,7 @@ def complete_save(folder: Path, before: Mapping[str, float]) -> None:
 
 
 def require_architecture(config: Any, *others: str) -> None:
-    """Raise InputError if `config.architectures` is no list of names, or names none of this package's classes, and none of `others`."""
+    """Raise InputError if `config.architectures` is not a list of names, or names neither a class of this package nor one of `others`."""
     named = getattr(config, "architectures", None) or []
     _require_names(named, "config.json")
     if named and not set(named) & {*ARCHITECTURES, *others}:
@@ -147,7 +148,7 @@ def _require_names(architectures: Any, where: object) -> None:
 
 
 def require_whole(info: Any, where: str) -> None:
-    """Raise InputError if loading omitted tensors."""
+    """Raise InputError if `info`, the loading info of Transformers, has missing, unexpected or mismatched tensors; `where`: their place."""
     parts = {"missing": "missing_keys", "not of this model": "unexpected_keys", "of another shape": "mismatched_keys"}
     problems = []
     for what, key in parts.items():
@@ -160,9 +161,9 @@ def require_whole(info: Any, where: str) -> None:
 
 
 def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None = None) -> None:
-    """Raise InputError unless the files in `folder` have each layer of `config`, and no tensor of another shape; only headers are read.
+    """Raise InputError if the files in `folder` lack a layer of `config`, or hold a tensor of another shape. Only headers are read.
 
-    `block`: the class of the layers, called with sizes and a function that makes the attention.
+    `block` is the class of the layers; it is called with the sizes and a function that makes the attention.
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder, variant=variant):
@@ -178,7 +179,7 @@ def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None
     }
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for place, layer in enumerate(config.decoder_layers()):
-        # a pattern repeats its layers
+        # layers that a pattern repeats are one object, and are built once
         if id(layer) not in shapes:
             with weightless():
                 weights = block(config.sizes(), layer.build).state_dict()
@@ -189,11 +190,11 @@ def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None
 
 
 def require_tied(model: Any, where: str) -> None:
-    """Raise InputError if the configuration of `model` ties its output layer, and loading found another weight for it."""
+    """Raise InputError if the configuration of `model` ties its output layer to the embedding, but the loaded weights differ."""
     head = getattr(model, "lm_head", None)
     if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
         return
-    # wrapped parameters may be two copies of equal values
+    # wrapped parameters may be two tensors with equal values
     if torch.equal(head.weight, model.embedding.weight):
         return
     raise InputError(
@@ -207,9 +208,9 @@ def _with_shapes(name: str, found: Any, expected: Any) -> str:
 
 
 def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> None:
-    """Raise InputError unless `folder` has a configuration of `model_type`, or of an adapter, or none if none `is_needed`.
+    """Raise InputError unless `folder` has a config.json of `model_type`. An adapter's folder, and one where none `is_needed`, may lack it.
 
-    Without one, Transformers would use its defaults. It would also read another model's.
+    Without a config.json, Transformers would use default sizes. It would also read the config.json of another model type.
     """
     path = folder / "config.json"
     if not path.is_file() and (not is_needed or (folder / "adapter_config.json").is_file()):
@@ -229,7 +230,7 @@ def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> 
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError unless `folder` has safetensors files whose headers can be read and name each tensor once, or an adapter's."""
+    """Raise InputError unless `folder` has safetensors files with readable headers that name each tensor once. An adapter's folder passes."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return
     files = weight_files(folder, variant=variant)
@@ -250,7 +251,7 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
 
 
 def require_own_names(folder: Path, prefix: str, *, variant: str | None = None) -> None:
-    """Raise InputError if a tensor in `folder` has `prefix`, which Transformers would take off: it would replace the model's own tensor."""
+    """Raise InputError if a tensor's name in `folder` begins with `prefix`. Transformers would remove it, and replace the model's own tensor."""
     for file in weight_files(folder, variant=variant):
         with safe_open(file, "pt") as opened:
             if prefixed := [name for name in opened.keys() if name.startswith(prefix)]:  # noqa: SIM118
@@ -260,7 +261,7 @@ def require_own_names(folder: Path, prefix: str, *, variant: str | None = None) 
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError if a file of weights in `folder` holds integers; a quantized model's quantizer checks its own."""
+    """Raise InputError if a weight file in `folder` holds integers. Quantized weights are not checked here; their quantizer checks them."""
     if _is_quantized(folder / "config.json"):
         return
     for file in weight_files(folder, variant=variant):
@@ -281,10 +282,10 @@ def _is_quantized(config: Path) -> bool:
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
-    """Return the files that hold the weights in `folder`: one, or those that its index names; empty if there are none.
+    """Return the weight files in `folder`: a single file, or the files that its index names; empty if there are none.
 
     Raises:
-        InputError: for an index that cannot be read, or names a file elsewhere.
+        InputError: for an index that cannot be read, or that names a file outside the folder.
     """
     mark = f".{variant}" if variant else ""
     single = folder / SAFE_WEIGHTS_NAME.replace(".safetensors", f"{mark}.safetensors")

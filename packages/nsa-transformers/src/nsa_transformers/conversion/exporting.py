@@ -1,4 +1,4 @@
-"""Export models whose layers are all dense as Llama, Qwen2 or Qwen3: Transformers loads them with its own classes, without this package."""
+"""Export models with only dense layers as Llama, Qwen2 or Qwen3, which Transformers loads with its own classes, without this package."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from nsa_transformers.conversion.sources import ARCHITECTURES, ROPE_KEYS, Archit
 
 ELSEWHERE = "use --format hf, or train a dense twin: --set model.attention=dense --set model.layers=[]"
 NORMED = ("q_proj.weight", "k_proj.weight")
-"""Weights whose products are normed in each head, if the model norms heads."""
+"""Endings of the weights whose outputs are normed in each head with `qk_norm`."""
 
 
 class DenseForm(NamedTuple):
@@ -28,19 +28,19 @@ class DenseForm(NamedTuple):
     """Its weights, by that class's names."""
 
     def new_model(self, attention: str) -> Any:
-        """Return a model of that class with new random weights and `attention` as its implementation, such as "sdpa"."""
+        """Return a model of that class with new random weights; `attention` is its attention implementation, such as "sdpa"."""
         model_class = getattr(transformers, self.config.architectures[0])
         return model_class._from_config(self.config, attn_implementation=attention)
 
 
 def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseForm:
-    """Return the model of `config` with the weights `tensors` as Llama, as Qwen2 with `qkv_bias`, or as Qwen3 with `qk_norm`.
+    """Return the model of `config` with the weights `tensors` in the form of Llama, of Qwen2 (with `qkv_bias`), or of Qwen3 (with `qk_norm`).
 
-    Qwen3 has one epsilon. If `qk_norm_eps` differs from the decoder's, q_proj and k_proj are scaled by the root of their ratio, which
-    leaves the normed q and k the same: c q / sqrt(mean(c^2 q^2) + eps) = q / sqrt(mean(q^2) + eps / c^2).
+    Qwen3 has a single epsilon for all norms. If `qk_norm_eps` differs from the decoder's epsilon, q_proj and k_proj are multiplied by
+    c = sqrt(eps / qk_norm_eps). The normed q and k stay the same: c q / sqrt(mean(c^2 q^2) + eps) = q / sqrt(mean(q^2) + eps / c^2).
 
     Raises:
-        ConfigError: for a layer that is not dense, D_k other than D_v, `qkv_bias` with `qk_norm`, or sizes that the class refuses.
+        ConfigError: for a layer that is not dense, D_k other than D_v, `qkv_bias` with `qk_norm`, or sizes that the class does not support.
     """
     architecture, layer = _architecture_of(config), config.decoder_layers()[0].config
     norm = tensors["norm.weight"]
@@ -73,7 +73,7 @@ def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseFo
 
 
 def _architecture_of(config: NSAModelConfig) -> Architecture:
-    """Return the first architecture that has the parts of a dense model."""
+    """Return the first architecture with the `qkv_bias` and `qk_norm` of a dense model."""
     layers = config.decoder_layers()
     for place, layer in enumerate(layers):
         _require_dense(place, layer)
@@ -111,7 +111,7 @@ def _require_dense(place: int, layer: Layer) -> None:
 
 
 def _rope_parameters(layer: NSAConfig) -> dict[str, Any]:
-    """Return the RoPE of `layer` under Transformers' names."""
+    """Return the RoPE settings of `layer` under Transformers' names."""
     scaling = layer.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": layer.rope_theta}

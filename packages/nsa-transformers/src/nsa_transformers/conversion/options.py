@@ -1,4 +1,4 @@
-"""Options of a conversion, and the gate logits that they define."""
+"""Options of a conversion, and the gate logits that follow from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ def _choice(choices: tuple[str, ...]) -> Any:
 
 @frozen(kw_only=True)
 class ConversionOptions:
-    """Choices that a dense checkpoint leaves open.
+    """Settings of an NSA model that a dense checkpoint does not determine.
 
     Raises:
-        ConfigError: naming the option that is refused.
+        ConfigError: for an invalid option, which the message names.
     """
 
     kv: KeysValues = field(default="shared", validator=_choice(("shared", "separate")))
@@ -43,9 +43,9 @@ class ConversionOptions:
     nsa: Mapping[str, Any] = field(factory=dict)
     """Keys of the table `nsa` of config.json: sizes of blocks, phi, gate, branches."""
     layers: Sequence[Any] | None = None
-    """The pattern `layers` of config.json, repeated, whole; None: all layers are sparse."""
+    """The pattern `layers` of config.json, which is repeated a whole number of times; None: all layers are sparse."""
     shard_bytes: int = SHARD_BYTES
-    """Maximum bytes of tensors in a file."""
+    """Maximum number of bytes of tensors in a file."""
 
     def __attrs_post_init__(self) -> None:
         if self.layers is not None and not (isinstance(self.layers, list | tuple) and self.layers):
@@ -58,7 +58,7 @@ class ConversionOptions:
 
 
 def dense_branch(config: NSAConfig) -> str:
-    """Return the branch that equals dense attention on short sequences: "slc", or "win" in a layer without it.
+    """Return the branch that equals dense attention on short sequences: "slc", or "win" in a layer without "slc".
 
     Raises:
         ConfigError: for a layer with only the compressed branch.
@@ -72,7 +72,7 @@ def dense_branch(config: NSAConfig) -> str:
 
 
 def gate_logits(config: NSAConfig, gates: Gates) -> Tensor:
-    """Return the gate logits (3,) of cmp, slc and win, float32, that open one branch of a layer or all of them alike.
+    """Return gate logits (3,) for cmp, slc and win, float32, that open one branch of a layer, or give all of them the same gate.
 
     With k branches, `open` gives each the gate 1/k: a sigmoid of ln(1 / (k - 1)), or a softmax of zeros.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a converted model: their names, and the source of each."""
+"""Plan a conversion: the tensors of the converted model, their names, and the source of each."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ OF_MODEL = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-"""Name of a tensor outside the layers -> the source's."""
+"""Name of a tensor outside the layers -> its name in the source."""
 OF_LAYER = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -33,18 +33,18 @@ OF_LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Module of a layer -> the source's."""
+"""Name of a layer's module -> its name in the source."""
 COPIED = re.compile(r"attention\.([qkvo]_proj|[qk]_norm)(?:\.(?:cmp|slc|win))?\.(weight|bias)")
-"""Names of the attention tensors that the source has; each branch's K and V are copies of the source's one K and V."""
+"""Matches the attention tensors that are copied from the source. The K and V of each branch are copies of the source's K and V."""
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Buffers that old checkpoints hold, and that Transformers computes."""
+"""Matches buffers that old checkpoints hold; Transformers computes them."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Conversion(NamedTuple):
-    """A checked conversion; nothing is written yet."""
+    """A conversion that is checked, but not written yet."""
 
     source: Source
     options: ConversionOptions
@@ -53,21 +53,23 @@ class Conversion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.planned)
 
     @property
     def num_parameters(self) -> int:
-        """Return the numbers in all tensors."""
+        """Return the number of elements of all tensors."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.planned)
 
 
 def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
-    """Return the conversion of the dense checkpoint in `folder`. Headers of files are read, and nothing is written.
+    """Return the conversion of the dense checkpoint in `folder`. It reads headers, and the data of a tied output layer.
+
+    Nothing is written.
 
     Raises:
-        ConfigError: if the checkpoint or an option is refused.
-        InputError: for files that are damaged, and tensors that are missing, extra, of another shape or of another dtype.
+        ConfigError: if the checkpoint or an option is not supported.
+        InputError: for damaged files, and for tensors that are missing, extra, or of another shape or dtype.
     """
     source = open_source(folder)
     _require_dtypes(source)
@@ -82,7 +84,7 @@ def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
 
 
 def tensor_shapes(config: NSAModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a model of `config`, in the order in which they are computed; nothing is allocated."""
+    """Return name -> shape of the tensors of a model of `config`, from the embedding to the output layer; nothing is allocated."""
     rows = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": rows}
     with weightless():
@@ -94,7 +96,7 @@ def tensor_shapes(config: NSAModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def source_name(name: str) -> str:
-    """Return the source's name of the tensor `name`; empty for a new tensor, which the source does not have."""
+    """Return the name that the tensor `name` has in the source; an empty string if the source does not have it."""
     if name in OF_MODEL:
         return OF_MODEL[name]
     _blocks, place, rest = name.split(".", 2)
@@ -105,9 +107,9 @@ def source_name(name: str) -> str:
 
 
 def made_tensors(config: NSAModelConfig, gates: Gates, place: int) -> dict[str, Tensor]:
-    """Return name -> tensor of the gate and phi of layer `place`, float32, drawn with the seed `place`.
+    """Return name -> tensor of the gate and phi of layer `place`, float32, initialised with the seed `place`.
 
-    phi starts as the mean. The gate's last bias opens branches as `gates` says, and its last weight is 0.
+    phi starts as the mean. The gate's last weight is 0, and its last bias opens the branches that `gates` names.
     """
     layer: NSAConfig = config.decoder_layers()[place].config
     with torch.random.fork_rng(devices=[]):
@@ -135,7 +137,7 @@ def _require_dtypes(source: Source) -> None:
 
 
 def _require_sizes(source: Source) -> None:
-    """Raise InputError if config.json has other sizes than the tensors; checked first, because untrusted sizes would build modules."""
+    """Raise InputError if config.json has other sizes than the tensors. This is checked before modules of these untrusted sizes are built."""
     theirs = source.config
     last, hidden = f"model.layers.{theirs.num_hidden_layers - 1}", theirs.hidden_size
     wanted = {
@@ -175,7 +177,7 @@ def _refuse(source: Source, problems: list[str]) -> None:
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
-    """Raise InputError if an output layer that is tied differs from the embedding."""
+    """Raise InputError if a tied output layer differs from the embedding."""
     is_alike = (head.code, head.shape) == (embedding.code, embedding.shape)
     if not is_alike or any(one != other for one, other in zip(head.pieces(), embedding.pieces(), strict=True)):
         raise InputError(

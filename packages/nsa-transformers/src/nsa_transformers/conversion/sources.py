@@ -1,4 +1,4 @@
-"""Dense checkpoints of Transformers that can be converted: config.json, weights, and the layers that they describe."""
+"""Read dense checkpoints of Transformers that can be converted: config.json, headers of weights, and the kinds of layers."""
 
 import copy
 import importlib
@@ -38,7 +38,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2", qkv_bias=True),
     "qwen3": Architecture("Qwen3", qk_norm=True),
 }
-"""model_type -> its architecture."""
+"""model_type of config.json -> architecture."""
 
 ROPE_KEYS = {
     "default": (),
@@ -46,20 +46,20 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
 }
-"""Kind of RoPE -> its numbers under Transformers' names."""
+"""Kind of RoPE -> names of its numbers in Transformers."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""The sizes in config.json that weights have."""
+"""The keys of config.json that give sizes of weights."""
 YARN_NUMBERS = ("attention_factor", "mscale", "mscale_all_dim")
-"""Numbers of YaRN's attention factor."""
+"""Keys of the numbers that determine YaRN's attention factor."""
 
 
 class Source(NamedTuple):
-    """A dense checkpoint whose headers were read."""
+    """A dense checkpoint: its configuration, and the headers of its weights."""
 
     folder: Path
     architecture: Architecture
     config: Any
-    """The configuration of Transformers, defaults included."""
+    """The configuration object of Transformers, with default values filled in."""
     tensors: dict[str, Stored]
 
     @property
@@ -81,7 +81,7 @@ class Source(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Return the dimensions of a head of q, k and v."""
+        """Return the head dimension of q, k and v."""
         return int(self.config.head_dim)
 
     def part(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class Source(NamedTuple):
 
 
 def open_source(folder: Path) -> Source:
-    """Return the dense checkpoint in `folder`. No weight is read, and none of its code is run.
+    """Return the dense checkpoint in `folder`. No weight is read, and no code of the folder is run.
 
     Raises:
         ConfigError: if it is not a folder, or its architecture is not supported.
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the file cannot be read, or holds no object.
     """
     try:
         with path.open("rb") as file:
@@ -148,7 +148,7 @@ def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
 
 
 def _refuse_rope(content: dict[str, Any]) -> None:
-    """Raise ConfigError for another kind of RoPE, before Transformers requires that kind's numbers."""
+    """Raise ConfigError for a kind of RoPE that is not in ROPE_KEYS, before Transformers asks for the numbers of that kind."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = content.get(key)
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
@@ -159,7 +159,7 @@ def _refuse_rope(content: dict[str, Any]) -> None:
 
 
 def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path) -> Any:
-    # without remote code only values remain; from_dict changes its argument
+    # without auto_map the table holds only values, and no remote code; from_dict changes its argument, so it gets a copy
     values = {key: value for key, value in copy.deepcopy(content).items() if key != "auto_map"}
     try:
         config = getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
@@ -175,6 +175,6 @@ def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path
                 f"{folder / 'config.json'} has {name}={size!r} (the rule: an integer >= 1); use the size that the weights have"
             )
     if getattr(config, "head_dim", None) is None:
-        # Transformers' layers would calculate with the None
+        # the layers of Transformers would compute with None
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config

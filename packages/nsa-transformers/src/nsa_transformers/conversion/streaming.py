@@ -1,4 +1,4 @@
-"""Modules that read their weights from files when they need them: a layer of any size needs memory for a few rows."""
+"""Modules that read their weights from files when they run, some rows at a time, so that a layer of any size needs little memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from nsa_transformers.conversion.tensor_files import PIECE_BYTES, Stored
 
 
 def streamed(module: nn.Module, tensors: Mapping[str, Stored]) -> nn.Module:
-    """Return `module`, built on the meta device, so that it computes in float32 with the weights `tensors`, which have the module's names."""
+    """Change `module`, which was built on the meta device, to compute in float32 with the weights `tensors` (name -> tensor), and return it."""
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
             module.set_submodule(name, StreamedLinear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
@@ -26,10 +26,10 @@ def whole(stored: Stored) -> Tensor:
 
 
 class StreamedLinear(nn.Module):
-    """x @ weight.T + bias in float32, whose weight is read some rows at a time."""
+    """A linear layer, x @ weight.T + bias in float32, that reads its weight from a file, some rows at a time."""
 
     def __init__(self, weight: Stored, bias: Stored | None) -> None:
-        """Read `weight` `(out, in)` and `bias` `(out,)` from their files."""
+        """Read `bias` `(out,)` from its file; `weight` `(out, in)` is read in each forward pass."""
         super().__init__()
         self._stored = weight
         self._bias = None if bias is None else whole(bias)
@@ -43,6 +43,6 @@ class StreamedLinear(nn.Module):
 
 
 def row_pieces(stored: Stored) -> Iterator[Tensor]:
-    """Yield the rows of a matrix, float32, a few at a time."""
+    """Yield all rows of a matrix as float32, some at a time."""
     count = max(1, PIECE_BYTES // (4 * stored.shape[1]))
     return (stored.rows(first, count).float() for first in range(0, stored.shape[0], count))

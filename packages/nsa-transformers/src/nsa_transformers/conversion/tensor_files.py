@@ -1,6 +1,7 @@
-"""Tensors of safetensors files, read and written piece by piece.
+"""Read and write the tensors of safetensors files piece by piece.
 
-safetensors maps a whole file into memory, and every page that was read counts as memory of the process. Plain reads keep one piece.
+The library safetensors maps a whole file into memory, and every page that was read counts as memory of the process. Plain reads need memory
+for one piece only.
 """
 
 import json
@@ -17,10 +18,10 @@ from nsa_core.errors import InputError
 from nsa_transformers.checksums import UNSEALED, seal
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes that are converted, by their names in safetensors."""
+"""Name of a dtype in safetensors -> the dtype, for all dtypes that are converted."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE_BYTES = 16 * 2**20
-"""Bytes that are read at a time."""
+"""Maximum number of bytes that are read at a time."""
 SHARD_BYTES = 4 * 10**9
 """Maximum bytes of tensors in a file, unless one tensor alone has more."""
 
@@ -30,23 +31,23 @@ class Stored(NamedTuple):
 
     file: Path
     code: str
-    """Its dtype's name in safetensors."""
+    """Name of the tensor's dtype in safetensors."""
     shape: tuple[int, ...]
     start: int
-    """Position of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return its dtype."""
+        """Return the tensor's dtype."""
         return DTYPES[self.code]
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes."""
+        """Return the number of the tensor's bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its bytes, a piece at a time."""
+        """Yield the tensor's bytes, a piece at a time."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             left = self.nbytes
@@ -58,7 +59,7 @@ class Stored(NamedTuple):
                 yield piece
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Return `count` rows from row `first` on, or fewer at the end: `(rows, ...)`, in its own dtype."""
+        """Return `count` rows from row `first` on, or fewer at the end: `(rows, ...)`, in the tensor's dtype."""
         count = min(count, self.shape[0] - first)
         found = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
         with self.file.open("rb") as file:
@@ -79,7 +80,7 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
     try:
-        # it checks that the tensors fill the file, without a gap
+        # safe_open checks that the tensors fill the file without a gap
         with safe_open(file, "pt") as checked:
             checked.keys()
         with file.open("rb") as opened:
@@ -104,16 +105,16 @@ class Planned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes."""
+        """Return the number of the tensor's bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def write_shards(
     folder: Path, planned: Sequence[Planned], *, shard_bytes: int = SHARD_BYTES, say: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with their index, checksums in their headers.
+    """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with an index. Headers hold checksums.
 
-    `say` takes the bytes of each tensor, once they are written.
+    `say` is called after each tensor, with the number of its bytes.
     """
     shards = _shards_of(planned, shard_bytes)
     names = [f"model-{place:05}-of-{len(shards):05}.safetensors" for place in range(1, len(shards) + 1)]
@@ -146,7 +147,7 @@ def _shards_of(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planne
 
 
 def _header(shard: Sequence[Planned]) -> bytes:
-    """Return the first bytes of a file of `shard`: the length of the header, and the header, padded to 8 bytes."""
+    """Return the first bytes of a file with the tensors `shard`: the length of the header, then the header, padded to a multiple of 8 bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **UNSEALED}}
     place = 0
     for tensor in shard:

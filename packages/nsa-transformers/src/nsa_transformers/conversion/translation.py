@@ -1,4 +1,4 @@
-"""Translate the configuration of a dense model to that of an NSA model."""
+"""Translate the configuration of a dense model into the configuration of an NSA model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ OPEN_WINDOW = "its layers see a sliding window (the rule: such a layer becomes a
 
 
 def converted_config(source: Source, options: ConversionOptions, dtype: str) -> NSAModelConfig:
-    """Return the configuration of the converted model, whose weights are mostly of `dtype`.
+    """Return the configuration of the converted model; `dtype` is the name of the dtype of its embedding and its new weights.
 
     Raises:
-        ConfigError: naming a part of the source without a counterpart in NSA, or an unsuitable option.
+        ConfigError: for a part of the source that NSA does not have, or an unsuitable option; the message names it.
     """
     theirs = source.config
     _refuse_parts(source)
@@ -41,7 +41,7 @@ def converted_config(source: Source, options: ConversionOptions, dtype: str) -> 
         "eos_token_id": theirs.eos_token_id,
         "pad_token_id": theirs.pad_token_id,
     }
-    # checked without the pattern first, so that all keys of the table are written
+    # built without the pattern first: nsa_table then writes all keys of the table, also those with default values
     whole = NSAModelConfig(**values, nsa=table).decoder_layers()[0].config
     found = NSAModelConfig(**values, nsa=nsa_table(whole), **_layers(source, options))
     _require_windows(source, found)
@@ -87,7 +87,7 @@ def _rope(theirs: Any) -> dict[str, Any]:
 
 
 def _yarn_attention(rope: Mapping[str, Any], factor: float) -> dict[str, float]:
-    """Return `attention_factor` if it replaces YaRN's, 0.1 ln(factor) + 1."""
+    """Return `attention_factor` if the source replaces YaRN's own, 0.1 ln(factor) + 1; else an empty dict."""
     if rope.get("attention_factor") is not None:
         return {"attention_factor": float(rope["attention_factor"])}
     if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:
@@ -97,7 +97,7 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> dict[str, float]:
 
 
 def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
-    """Return `attention` and `layers` of config.json; a window has the source's size if none is given."""
+    """Return `attention` and `layers` of config.json. A window layer without a `window_size` gets the source's."""
     windows = source.windows
     pattern = ["nsa"] if options.layers is None else options.layers
     if len(windows) % len(pattern):

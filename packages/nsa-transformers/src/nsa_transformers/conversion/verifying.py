@@ -1,4 +1,4 @@
-"""Compare a converted model with its source, layer by layer; both are read from their files."""
+"""Compare a converted model with its source, layer by layer. The weights of both are read from their files."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -20,7 +20,7 @@ from nsa_transformers.conversion.tensor_files import stored_tensors as stored_in
 from nsa_transformers.weights import weight_files
 
 TOKENS = 256
-"""Number of rows that go through each layer, and of tokens that go through both models."""
+"""Number of random rows that go through each layer, and of tokens that go through each model, rounded up to whole sequences."""
 TOLERANCE = 1e-4
 """Largest difference of a layer's outputs, as a share of the largest output."""
 TINY = torch.finfo(torch.float32).tiny
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def covered_tokens(layer: Layer, window: int | None) -> float:
-    """Return the longest sequence on which `layer`, its dense branch open, equals the source's layer with the sliding `window`."""
+    """Return the longest sequence on which `layer`, with only its dense branch open, equals the source's layer with the sliding `window`."""
     if layer.attention == "dense":
         return inf
     geometry = layer.config.geometry
@@ -51,7 +51,10 @@ def covered_tokens(layer: Layer, window: int | None) -> float:
 
 
 def comparable_tokens(conversion: Conversion) -> int:
-    """Return the tokens of the sequences that are compared, at most min(w, n * l') of every layer whose branches are all open."""
+    """Return the length of the sequences to compare: TOKENS, or fewer if the dense branch of a layer covers fewer tokens.
+
+    With `gates="open"`, the window of a layer that was full attention must cover them too.
+    """
     longest: float = TOKENS
     for layer, window in zip(conversion.config.decoder_layers(), conversion.source.windows, strict=True):
         longest = min(longest, covered_tokens(layer, window))
@@ -64,11 +67,12 @@ def comparable_tokens(conversion: Conversion) -> int:
 def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = lambda line: None) -> Difference:
     """Return how the weights in `folder` differ from their source. Only a part of one layer of each model is in memory.
 
-    Two batches go through the layers at once: uniformly drawn ids, for which each model has its own states, and rows that are drawn again
-    for every layer, the same for both models, with only the dense branch open.
+    Two batches go through each layer together. The first holds uniformly drawn ids: each model has its own states for them. The second holds
+    random rows, which are drawn again for every layer and are the same for both models; for them only the dense branch is open.
 
     Raises:
-        InputError: if a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
+        InputError: if the outputs of a layer, or with `gates="selected"` the logits, differ by more than 1e-4 of the largest; if outputs or
+            logits are not finite.
     """
     source, layers = conversion.source, conversion.config.decoder_layers()
     num_tokens = comparable_tokens(conversion)
@@ -82,7 +86,7 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
         expected = _source_layer(source, place, num_tokens, attended)(torch.cat([theirs, rows]))
         found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids), attended)(torch.cat([ours, rows]))
         theirs, ours = expected[: len(ids)], found[: len(ids)]
-        # without the residual, which would hide a layer's contribution; attention separately, which the MLP would hide
+        # compare outputs without the residual, which would hide the layer's contribution, and attention by itself, which the MLP would hide
         added = (expected[len(ids) :] - rows, found[len(ids) :] - rows)
         for pair in (added, [x[len(ids) :] for x in attended]):
             largest = max(largest, _checked_difference(place, *pair))
@@ -122,7 +126,7 @@ def _noted(attended: list[Tensor]) -> Callable[..., None]:
 
 
 def _source_layer(source: Source, place: int, num_tokens: int, attended: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return Transformers' own layer `place`, with a causal mask of its window, as a function of states `(B, num_tokens, hidden)`."""
+    """Return Transformers' own layer `place`, with the causal mask of its window, as a function that maps states `(B, num_tokens, hidden)`."""
     source.config._attn_implementation = "eager"
     with weightless():
         module: Any = source.part("DecoderLayer")(source.config, place)
@@ -143,7 +147,7 @@ def _source_layer(source: Source, place: int, num_tokens: int, attended: list[Te
 
 
 def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, Stored], num_own: int, attended: list[Tensor]) -> nn.Module:
-    """Return a layer of the converted model that opens only the dense branch for sequences from `num_own` on."""
+    """Return a layer of the converted model. In batch entries from `num_own` on, only its dense branch is open."""
     with weightless():
         module = Block(conversion.config.sizes(), layer.build)
     block: Any = streamed(module, tensors)
@@ -159,7 +163,7 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
 
 
 def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 if both are 0."""
+    """Return the largest difference of outputs of layer `place`, as a share of the largest output; 0 if all outputs are 0."""
     if not bool(expected.isfinite().all() & found.isfinite().all()):
         raise InputError(f"layer {place} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
     difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=TINY))
@@ -172,7 +176,10 @@ def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
 
 
 def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored], ids: Tensor) -> tuple[float, float, float]:
-    """Return the largest difference of logits as a share of the largest, and both mean losses; some columns of logits exist at a time."""
+    """Return the largest difference of logits, as a share of the largest logit, and both mean losses.
+
+    Only some columns of the logits are computed at a time.
+    """
     difference, largest = 0.0, 0.0
     sums = [torch.full(ids.shape, -inf) for _ in states]
     hits = [torch.zeros(ids[:, 1:].shape) for _ in states]
@@ -192,7 +199,7 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
 
 
 def _logits_of(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the logit at each of `columns`; 0 if it is none of these."""
+    """Return the logit `(...)` in each of `columns`; 0 for a column that `logits` does not have."""
     is_here = (columns >= 0) & (columns < logits.shape[-1])
     found = logits.gather(-1, columns.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     return torch.where(is_here, found, 0)

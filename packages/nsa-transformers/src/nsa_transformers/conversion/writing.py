@@ -1,4 +1,4 @@
-"""Write the folder of a converted model. config.json comes last, so that only a complete folder loads."""
+"""Write the folder of a converted model. config.json is written last, so that an incomplete folder does not load."""
 
 import shutil
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a tokenizer; they are copied unchanged, and code in the same folder is not copied."""
+"""Files of a tokenizer, which are copied unchanged; code in the same folder is not copied."""
 GENERATION = "generation_config.json"
 SHARES = 10
 """Number of progress lines while tensors are written."""
@@ -40,8 +40,8 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        ConfigError: if the source's settings of generation cannot be read; nothing is written.
-        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        ConfigError: if the source's generation_config.json cannot be read; nothing is written then.
+        InputError: if a file of the source is damaged, or the comparison fails. The folder then has no config.json.
     """
     source = conversion.source.folder
     require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
@@ -62,7 +62,7 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
 
 
 def _progress(total: int, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Return a function that takes the bytes written, and reports each further tenth of `total`."""
+    """Return a function that takes the number of bytes just written, and calls `say` after each tenth of `total`."""
     written, said = 0, 0
 
     def note(num_bytes: int) -> None:
