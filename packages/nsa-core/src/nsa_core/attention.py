@@ -63,8 +63,8 @@ def compressed_attention(
     """Return the attention of each query over the compressed blocks that are wholly in its past (Eq. 7, 8).
 
     k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
-    queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond
-    the last block never change a result and get zero gradient. `CallKeywords` lists the other keywords.
+    queries before l - 1 give out 0, lse -inf. In a packed batch the blocks of the sequences follow one another. Rows after the last block
+    never change a result and get zero gradient. `CallKeywords` lists the other keywords.
     """
     queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, v_cmp, geometry, keywords)
     result: BranchOutput = run(Operation.CMP, call, queries, cmp)

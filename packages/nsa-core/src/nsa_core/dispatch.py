@@ -17,7 +17,7 @@ from nsa_core.plugins.manager import default_registry
 from nsa_core.telemetry import AttentionObserver
 
 BRANCH_OPERATIONS = ("cmp", "select", "slc", "win")
-"""The operations that the fused one replaces."""
+"""The operations that the fused operation NSA replaces."""
 Backends = str | Mapping[str, str]
 """A backend's name or "auto": one for all operations, or a mapping from operation to name."""
 
@@ -45,8 +45,9 @@ def make_call(
     """Return the call, with its defaults filled in.
 
     Raises:
-        InputError: if `backend` names an unknown operation or anything but a name for one, `scale` is no number, or `registry` or an
-            observer is none.
+        InputError: if `backend` names an unknown operation or gives it anything but a name, `scale` is not a finite number, `registry` is no
+            BackendRegistry, or an observer no AttentionObserver.
+        BackendUnavailableError: if no backend of append, choose or rotate has the name that `backend` gives.
     """
     registry = registry_of(registry)
     if not isinstance(backend, str | Mapping):
@@ -95,6 +96,7 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
 
     Raises:
         InputError: if a tensor carries a tangent of forward-mode differentiation.
+        BackendUnavailableError: if a named backend is unknown or incapable, or "auto" finds none.
     """
     name = name_for(operation, call)
     if name is None:

@@ -84,7 +84,7 @@ class RotaryEmbedding(nn.Module):
         return frequencies * kept + frequencies / self.scaling.factor * (1 - kept)
 
     def _extrapolated_share(self, scaling: RopeScaling, device: torch.device) -> Tensor:
-        """Return YaRN's share of the unscaled frequency per dimension pair: 1 for the fast ones, 0 for the slow."""
+        """Return YaRN's share of the unscaled frequency per dimension pair: 1 for fast pairs, 0 for slow pairs."""
         low = max(math.floor(self._pair_with_rotations(scaling.beta_fast, scaling)), 0)
         high = min(math.ceil(self._pair_with_rotations(scaling.beta_slow, scaling)), self.dim - 1)
         pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)

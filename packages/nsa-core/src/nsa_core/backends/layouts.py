@@ -1,4 +1,4 @@
-"""Convert pages, FP8 stores and ragged rows to plain rows, for backends whose kernels read only those. Every conversion is a copy."""
+"""Convert pages, FP8 stores and ragged rows to plain rows, for backends whose kernels read only plain rows. Every conversion is a copy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -91,8 +91,8 @@ class BackendRegistry:
         """Register `backends`, in order.
 
         Raises:
-            DuplicateBackendError: if two have one name for one operation.
-            InputError: for one that `register` refuses.
+            DuplicateBackendError: if two backends have the same name and operation, or one is named "auto".
+            InputError: for a backend that `register` refuses.
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []

@@ -47,7 +47,7 @@ class MinLength:
     """The longest length that was measured."""
 
     def is_of(self, request: BranchRequest) -> bool:
-        """Return True if the call differs from the measured one only in length, batch and number of KV heads."""
+        """Return True if `request` has the measured operation, GPU, direction, dtype, group size, head dimensions and sizes of blocks."""
         *sizes, _, _, window_size = request.geometry.as_tuple()
         read = SIZES_READ.get(self.operation, slice(None))
         return (

@@ -377,7 +377,7 @@ class NSACache:
     # as in __init__: the new tensors must be writable outside of inference mode
     @torch.inference_mode(False)
     def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
-        """Reorder by the caller's `indices`; `chosen` is their copy on the cache's device, `sources` their copy for the page table."""
+        """Reorder by the caller's `indices`; `chosen` is a copy on the cache's device, `sources` a list for the page table."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
         if not in_place:

@@ -154,7 +154,7 @@ class PageTable:
         return have + [-1] * (self.table.shape[1] - len(have))
 
     def _write_extents(self, sequences: Iterable[int]) -> None:
-        """Update the tokens that the pages of `sequences` hold, in place."""
+        """Update the extents of `sequences`, in place."""
         for sequence in sequences:
             have = self._pages[sequence]
             shared = next((place + 1 for place in reversed(range(len(have))) if self._num_readers[have[place]] > 1), 0)

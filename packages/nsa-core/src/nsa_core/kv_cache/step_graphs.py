@@ -22,7 +22,7 @@ from torch.nn.modules import module as modules
 from nsa_core.kv_cache.streams import NUM_SIDE_STREAMS, is_captured, side_stream
 
 MOST_FORMS = 4
-"""Forms of steps that a cache keeps, captured or seen once; the least recently used one is dropped first."""
+"""Maximum number of forms of steps that a cache keeps, captured or seen once; the least recently used form is dropped first."""
 MOST_ROWS = 16
 """Maximum number of rows per sequence in a captured step. In longer steps kernels take longer than their launches, and graphs take much memory."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -174,7 +174,7 @@ class _Wiring:
         return all(entries.hold(repeat(vars(cache))) for entries, cache in zip(self.of_caches, caches, strict=True)) and self.entries.hold()
 
     def may_capture(self) -> bool:
-        """Return True for a module of known parts with whole weights, without hooks, telemetry or training."""
+        """Return True if a graph may hold all parts of the module, and there are no hooks."""
         return self.is_plain and not any(self.hooks) and not modules._has_any_global_hook()
 
 

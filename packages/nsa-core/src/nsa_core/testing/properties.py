@@ -83,7 +83,7 @@ def _perturbed(inputs: Inputs, shape: Shape, row: int, magnitude: float) -> Inpu
 
 
 def check_past_outputs_and_choices(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(a): outputs and chosen blocks up to `row` stay bit-identical if tokens after `row` change to numbers of any `magnitude`."""
+    """Check (a): outputs and chosen blocks up to `row` stay bit-identical if tokens after `row` change to numbers of any `magnitude`."""
     inputs = where.inputs(shape)
     changed = _perturbed(inputs, shape, row, magnitude)
     here = slice(0, row + 1)
@@ -92,7 +92,7 @@ def check_past_outputs_and_choices(shape: Shape, row: int, where: Where, *, magn
 
 
 def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(b): the gradient of outputs up to `row` with respect to anything after `row` is exactly 0, for numbers of any `magnitude`."""
+    """Check (b): the gradient of outputs up to `row` with respect to anything after `row` is exactly 0, for numbers of any `magnitude`."""
     inputs = where.inputs(shape)
     if magnitude != 1.0:
         inputs = _perturbed(inputs, shape, row, magnitude)
@@ -104,7 +104,7 @@ def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where
 
 
 def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
-    """(c): with dO = 0 after `row`, gradients up to `row` do not depend on tokens after it, and gradients after it are exactly 0.
+    """Check (c): with dO = 0 after `row`, gradients up to `row` do not depend on tokens after it, and gradients after it are exactly 0.
 
     The tokens after `row` change to numbers of any `magnitude`.
     """
@@ -124,7 +124,7 @@ def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: flo
 
 
 def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
-    """Permuting the query heads of a group permutes the outputs, and does not change the chosen blocks, except at near ties."""
+    """Check that permuting the query heads of a group permutes the outputs, and does not change the chosen blocks, except at near ties."""
     inputs = where.inputs(shape)
     size = shape.num_heads // shape.num_kv_heads
     generator = torch.Generator().manual_seed(shape.seed)
@@ -138,7 +138,7 @@ def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
 
 
 def check_packed_equals_separate(shape: Shape, where: Where) -> None:
-    """Packed sequences give the same outputs and gradients as each sequence alone."""
+    """Check that packed sequences give the same outputs and gradients as each sequence alone."""
     packed = where.inputs(shape).with_grad()
     weights = torch.randn(packed.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(packed.q)
     out = where.attend(packed, shape.geometry)
@@ -162,7 +162,10 @@ def check_packed_equals_separate(shape: Shape, where: Where) -> None:
 
 
 def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -> None:
-    """Steps over stores that already hold the steps' tokens give the same outputs as one pass. Rows of a store after the tokens may be NaN."""
+    """Check that steps over stores, which already hold the steps' tokens, give the same outputs as one pass.
+
+    Rows of a store after the tokens are NaN.
+    """
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     bounds = sorted({0, shape.num_queries, *(cut for cut in cuts if cut < shape.num_queries)})
@@ -177,7 +180,7 @@ def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -
 
 
 def check_mixed_steps(shape: Shape, where: Where) -> None:
-    """In a step, the sequences of a batch may have different positions and numbers of rows; invalid rows give 0."""
+    """Check a step whose sequences have different positions and numbers of rows; invalid rows must give 0."""
     inputs = where.inputs(shape)
     whole = where.attend(inputs, shape.geometry)
     length, rows = shape.num_queries, max(1, shape.num_queries // 2)
@@ -196,7 +199,7 @@ def check_mixed_steps(shape: Shape, where: Where) -> None:
 
 
 def check_batch_permutes(shape: Shape, where: Where) -> None:
-    """Permuting the batch permutes the outputs."""
+    """Check that permuting the batch permutes the outputs."""
     inputs = where.inputs(evolve(shape, batch=3))
     order = torch.tensor([2, 0, 1], device=inputs.q.device)
     permuted = Inputs.of(x[order] for x in inputs.tensors)
@@ -204,7 +207,7 @@ def check_batch_permutes(shape: Shape, where: Where) -> None:
 
 
 def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
-    """A branch whose gate is 0 gives exactly the same sum as an absent branch."""
+    """Check that a branch whose gate is 0 gives exactly the same sum as an absent branch."""
     inputs = where.inputs(shape)
     for place, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
         gates = inputs.gates.clone()
@@ -216,7 +219,7 @@ def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
 
 
 def check_equals_dense(shape: Shape, where: Where) -> None:
-    """Each branch equals dense causal attention: sliding with w >= S, selected with n * l' >= S, compressed with l = d = 1."""
+    """Check that each branch equals dense causal attention: sliding with w >= S, selected with n * l' >= S, compressed with l = d = 1."""
     length = shape.num_queries
     covering = evolve(shape.geometry, window_size=max(length, 1), num_selected_blocks=-(-length // shape.geometry.selection_block_size) + 3)
     inputs = where.inputs(evolve(shape, geometry=covering))
@@ -232,7 +235,7 @@ def check_equals_dense(shape: Shape, where: Where) -> None:
 
 
 def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
-    """Outputs and the gradients of q, every k and v, and the gates equal the float64 oracle's, except in rows that are near ties."""
+    """Check that outputs and the gradients of q, every k and v, and the gates equal the float64 oracle's, except in rows that are near ties."""
     inputs = where.inputs(shape)
     rows = ~_near_ties(inputs, shape).any(-1)
     weights = torch.randn(inputs.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(inputs.q)

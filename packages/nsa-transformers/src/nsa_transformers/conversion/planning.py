@@ -63,9 +63,7 @@ class Conversion(NamedTuple):
 
 
 def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
-    """Return the conversion of the dense checkpoint in `folder`. It reads headers, and the data of a tied output layer.
-
-    Nothing is written.
+    """Return the conversion of the dense checkpoint in `folder`. It reads headers, and the data of a tied output layer; nothing is written.
 
     Raises:
         ConfigError: if the checkpoint or an option is not supported.

@@ -23,7 +23,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE_BYTES = 16 * 2**20
 """Maximum number of bytes that are read at a time."""
 SHARD_BYTES = 4 * 10**9
-"""Maximum bytes of tensors in a file, unless one tensor alone has more."""
+"""Maximum number of bytes of tensors in a file, unless a single tensor has more."""
 
 
 class Stored(NamedTuple):
