@@ -181,6 +181,6 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Build models on the meta device without random initialisation, which would load torch's compiler (some seconds)."""
+    """Build models on the meta device without random initialisation; on that device it would load torch's compiler, which takes seconds."""
     with torch.device("meta"), _Undrawn():
         yield

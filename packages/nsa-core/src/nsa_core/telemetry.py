@@ -159,7 +159,7 @@ def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of x over the elements where `counts` is True, NaN if there are none. It does not index, which would wait for the device."""
+    """Return the mean of x over the elements where `counts` is True, NaN if there are none. Boolean indexing would wait for the device."""
     kept = counts.expand(x.shape)
     return torch.where(kept, x, 0).sum(dtype=torch.float64) / kept.sum()
 

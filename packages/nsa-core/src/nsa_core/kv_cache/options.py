@@ -10,7 +10,7 @@ from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
 
 
 class CacheOptions(NamedTuple):
-    """How an `NSACache` stores tokens and runs steps: the keywords of a layer's `new_cache`. A named tuple, because torch.compile traces those.
+    """How an `NSACache` stores tokens and runs steps: the keywords of a layer's `new_cache`. torch.compile can trace it, as any named tuple.
 
     By default the stores grow by doubling. A `static` cache is allocated at once and keeps no state on the host, so that CUDA graphs may
     capture its steps. It drops tokens that do not fit and sets a flag on the device, which `NSACache.check` reads.

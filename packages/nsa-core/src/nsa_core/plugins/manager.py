@@ -100,7 +100,7 @@ def _origin(entry_point: EntryPoint) -> str:
 
 @define
 class _Process:
-    """The only module state besides side streams (`kv_cache.streams`): the plug-ins that the process found when it first needed a backend."""
+    """State of the process: the plug-ins that it found when it first needed a backend, and their registry."""
 
     plugins: Plugins | None = field(default=None)
     registry: BackendRegistry | None = field(default=None)

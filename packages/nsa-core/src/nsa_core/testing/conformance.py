@@ -283,7 +283,7 @@ def _operands(operation: Operation, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _oracle_selection(problem: Problem, case: Case) -> tuple[Tensor, Tensor, Comparable]:
-    """Return the oracle's choice, which rows `(B, S, G)` are near ties in the case's dtype, and their counts."""
+    """Return the oracle's choice, a bool mask `(B, S, G)` of near ties in the case's dtype, and the counts of rows."""
     exact = problem.inputs.to(torch.float64)
     lse = _oracle_lse(problem)
     margin = naive.selection_margin(exact.q, exact.k_cmp, lse, **problem.options)

@@ -34,7 +34,7 @@ class StreamedLinear(nn.Module):
         self._stored = weight
         self._bias = None if bias is None else whole(bias)
         self.weight: Any = torch.zeros(()).expand(weight.shape)
-        """A stand-in with the weight's dtype and shape, which attention reads."""
+        """A float32 tensor of zeros with the weight's shape: attention modules read its dtype and device, but not its numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `(..., out)` of x `(..., in)`."""
