@@ -1,6 +1,6 @@
 """Side streams of a captured step: independent work runs concurrently when the graph is replayed.
 
-Only a capture of a cache with `step_graphs` forks. The time of an eager step at batch 1 is the host's, and events would add to it. Memory
+Only a capture of a cache with `step_graphs` forks. The host limits the speed of an eager step at batch 1, and events would slow it more. Memory
 that a fork allocates belongs to its side stream, which may reuse it once the last reference to it is gone. A later fork of the same side
 stream first waits for the forking stream, so it does not overwrite what that stream read before. The caller therefore keeps every tensor
 that crosses streams until `join`, and forks only from one stream.
