@@ -8,7 +8,7 @@ import safetensors.torch
 from torch import Tensor
 
 from nsa_train.checkpoint.tensors import NAMED, read_forms
-from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.structuring import listed_problems
@@ -88,7 +88,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
     `of`: the source of the decoder's description, for the message.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, extra or of another shape.
+        ConfigError: naming the tensors that are missing, extra or of another shape.
         InputError: naming a pickle file, a damaged file, or tensors of integers.
     """
     from nsa_transformers.checksums import require_undamaged
@@ -107,7 +107,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         if name in wanted and form.shape != tuple(wanted[name].shape)
     ]
     if problems:
-        raise CheckpointError(
+        raise ConfigError(
             f"the weights in {folder} are not those of {of}: {listed_problems(problems, most=NAMED)}; use the recipe next to them, or its sizes"
         )
     require_undamaged(files)
@@ -118,11 +118,11 @@ def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
     """Return name -> weight, float32, of the safetensors `files` of `folder`.
 
     Raises:
-        CheckpointError: naming the weights that are not finite.
+        ConfigError: naming the weights that are not finite.
     """
     tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
     if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
-        raise CheckpointError(
+        raise ConfigError(
             f"the weights in {folder} hold NaN or Inf, in {listed_problems(broken, most=NAMED)} (training cannot go on from them); "
             "use an earlier state of the model"
         )

@@ -27,7 +27,7 @@ from nsa_train.checkpoint.tensors import write_tensors
 from nsa_train.checkpoint.writer import CheckpointWriter
 from nsa_train.data.stream import merge_states, open_training_stream
 from nsa_train.data.tokenizer import GPT2_VOCAB_SIZE, build_tokenizer, ranks_of
-from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_TOKENIZER, read_regular
 from nsa_train.model.decoder import build_model
 from nsa_train.run_dir import RunDirectory
@@ -117,8 +117,8 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
     Data and training come from `recipe` with `overrides`; the model comes from config.json.
 
     Raises:
-        ConfigError: if `out` exists, nsa-transformers is not installed, an override changes the model, or `source` describes no model.
-        CheckpointError: naming the tensors that are missing, extra, of another shape, integers or not finite, or a file that is damaged.
+        ConfigError: if `out` exists, nsa-transformers is not installed, an override changes the model, `source` describes no model or is damaged,
+            or its tensors are missing, extra, of another shape, integers or not finite.
     """
     if out.exists():
         raise ConfigError(f"OUT={str(out)!r} exists already (an import never overwrites); use another name")
@@ -127,7 +127,7 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
         config = _imported_config(source, recipe, overrides)
         tensors = folder_weights(source, require_folder_weights(source, config, of="its config.json"))
     except InputError as error:
-        raise CheckpointError(str(error)) from None
+        raise ConfigError(str(error)) from None
     with whole(out) as aside:
         _write_run(aside, config, tensors)
     return config

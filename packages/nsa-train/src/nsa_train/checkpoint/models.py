@@ -16,7 +16,7 @@ from nsa_train.checkpoint.folders import is_folder, require_installed
 from nsa_train.checkpoint.resuming import load_model
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
-from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.errors import ConfigError
 from nsa_train.host.routing import AUTO, with_backend
 from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import RunConfig
@@ -45,8 +45,9 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
     Without `with_weights` the decoder is on the meta device, for its layers and shapes: weights are neither read nor drawn.
 
     Raises:
-        ConfigError: if there is none, it has no row for the id that ends a text, or the folder needs nsa-transformers, which is not installed.
-        CheckpointError: if files are damaged, or the weights do not fit the configuration in the same folder.
+        ConfigError: if there is none, or the folder is refused: it is damaged, its weights do not fit its config.json, the model has no row for
+            the id that ends a text, or nsa-transformers is not installed.
+        CheckpointError: if a checkpoint of a run is damaged, or its weights do not fit its config.toml.
     """
     if is_folder(path):
         return _open_folder(path, with_weights=with_weights)
@@ -86,7 +87,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     # Transformers raises ValueError, TypeError and its own errors for foreign files
     except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
-        raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
+        raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
 
 
@@ -152,7 +153,7 @@ class FolderTokenizer:
         """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator.
 
         Raises:
-            CheckpointError: if the model has no row for one of them.
+            ConfigError: if the model has no row for one of them.
         """
         return torch.tensor(self._ids(text), dtype=torch.int32)
 
@@ -168,7 +169,7 @@ class FolderTokenizer:
         # not verbose: callers compare the length with the model's positions
         ids = list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False).input_ids)
         if (largest := max(ids, default=0)) >= self.vocab_size:
-            raise CheckpointError(
+            raise ConfigError(
                 f"the tokenizer in {self._tokenizer.name_or_path!r} gives the id {largest} (the model has ids 0 .. {self.vocab_size - 1}); "
                 "use the tokenizer of this model"
             )
