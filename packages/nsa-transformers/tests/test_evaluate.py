@@ -115,6 +115,9 @@ def test_the_command_of_lm_eval_loads_an_export_by_remote_code(folder, tmp_path)
         ("{task: a, data: []}", "task 'a' has data that are no documents"),
         ("{task: !!python/object/apply:os.system ['true']}", "cannot be read"),
         ("[{task: a, data: [{q: x}]}, {task: a, data: [{q: y}]}]", "has two tasks named 'a'"),
+        ("{task: a, repeats: 1000000000}", r"has repeats=1000000000 \(an integer from 1 to 1000: .*\); leave it out, or use 8"),
+        ("{task: a, repeats: true}", "has repeats=True"),
+        ("{task: a, repeats: 0}", "has repeats=0"),
     ],
 )
 def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):

@@ -21,6 +21,8 @@ from nsa_transformers.tokenizer import tokenizer_of
 
 SPLIT = "test"
 """Name of the split if the `data` of a task is a list."""
+MOST_REPEATS = 1000
+"""Maximum of a task's `repeats`: lm-eval holds that many requests for each document."""
 
 
 def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 8, limit: int | None = None) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     """Return the configurations of the tasks in a YAML or JSON file, as lm-eval expects them. No code in the file is run.
 
     Raises:
-        ConfigError: if the file cannot be read, holds no tasks, or holds a task without a name or two with the same name.
+        ConfigError: if the file cannot be read or holds no tasks, or a task has no name, the name of another one, or too many `repeats`.
     """
     import yaml
 
@@ -126,6 +128,13 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     names = [entry["task"] for entry in entries]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--tasks={str(path)!r} has two tasks named {twice[0]!r} (results have one entry for each name); rename one")
+    for entry in entries:
+        repeats = entry.get("repeats", 1)
+        if type(repeats) is not int or not 1 <= repeats <= MOST_REPEATS:
+            raise ConfigError(
+                f"task {entry['task']!r} has repeats={repeats!r} (an integer from 1 to {MOST_REPEATS}: lm-eval holds that many requests for each "
+                "document); leave it out, or use 8"
+            )
     return [_with_data(dict(entry)) for entry in entries]
 
 
