@@ -102,7 +102,7 @@ def test_watch_gives_what_is_wrong(ask: Ask, tmp_path: Path) -> None:
     ("words", "error"),
     [
         (["ckpt", "ls", "no/such"], "DIR='no/such' holds no checkpoints"),
-        (["ckpt", "verify", "no/such"], "DIR='no/such' holds no checkpoints"),
+        (["ckpt", "verify", "no/such"], "PATH='no/such' holds no checkpoint ("),
         (["watch", "--once", "no/such"], "DIR='no/such' is no run"),
         (["preflight", "demo", "--set", "lr=3"], "did you mean --set train.lr=3?"),
         (["preflight", "no/such"], "RECIPE='no/such' is neither"),

@@ -324,6 +324,12 @@ def test_a_baseline_that_is_no_small_regular_file_is_refused(tmp_path: Path) -> 
         judge_run(tmp_path, baseline=baseline)
 
 
+def test_a_baseline_is_refused_before_the_checkpoint_is_read(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_train.checkpoint.store.open_checkpoint", lambda path: pytest.fail("a checkpoint was read"))
+    with pytest.raises(ConfigError, match=r"cannot be read as metrics\.json"):
+        judge_run(trained, baseline=tmp_path / "absent.json")
+
+
 def test_a_folder_without_a_run_and_a_file_without_figures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run"):
         judge_run(tmp_path)

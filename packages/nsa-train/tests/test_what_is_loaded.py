@@ -57,6 +57,14 @@ def test_commands_that_read_files_or_refuse_their_arguments_load_no_torch(tiny_r
         ["eval", run, "--text", str(tmp_path)],
     ]
     refused += [["convert", nowhere, "--out", f"{nowhere}2"], ["ckpt", "import", nowhere, f"{nowhere}2"]]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused += [
+        ["convert", str(empty), "--out", f"{nowhere}2"],
+        ["ckpt", "import", str(empty), f"{nowhere}2"],
+        ["ckpt", "verify", str(empty)],
+    ]
+    refused += [["eval", str(empty)], ["eval", run, "--twin", str(empty)], ["explore", str(empty), "--text", __file__]]
     refused += [["explore", nowhere, "--text", nowhere], ["explore", run, "--text", __file__, "--tokens", "0"]]
     words = json.dumps([*refused, *done])
     found = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER, words], capture_output=True, text=True, check=True)

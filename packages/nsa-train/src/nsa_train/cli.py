@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
 from nsa_train.checkpoint.claim import claimed_by_another
+from nsa_train.checkpoint.layout import require_model
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.evaluation.options import EvalOptions, Mode, TaskName
 from nsa_train.evaluation.report import check_folder
@@ -385,7 +386,9 @@ def evaluate(
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)
     check_folder(folder)
-    check_there({"RUN_OR_EXPORT": model, "--twin": twin})
+    inputs = {"RUN_OR_EXPORT": model, "--twin": twin}
+    check_there(inputs)
+    _check_models(inputs)
     from nsa_train.evaluation.tasks import run_evaluation
 
     return Answer(0, run_evaluation(model, twin, options, device=device, out=folder, say=warn))
@@ -405,7 +408,9 @@ def explore(
     tokens: Annotated[int | None, Parameter(help="Maximum number of tokens to look at, from the start of the text.")] = None,
 ) -> int:
     """Write a page that shows which blocks the model of CHECKPOINT chose for each token of a text, its scores and its gates."""
-    check_explored({"CHECKPOINT": checkpoint, "--text": text, "--twin": twin}, {"--out": out, "--json": json_file}, tokens=tokens)
+    inputs = {"CHECKPOINT": checkpoint, "--twin": twin}
+    check_explored({**inputs, "--text": text}, {"--out": out, "--json": json_file}, tokens=tokens)
+    _check_models(inputs)
     from nsa_train.explore.command import explore_text
 
     for line in explore_text(checkpoint, text=text, out=out, json=json_file, twin=twin, tokens=tokens, say=warn):
@@ -607,6 +612,13 @@ def with_steps(tokens: list[str]) -> list[str]:
         else:
             joined.append(word)
     return [*joined[:-1], "--resume="] if joined[-1:] == ["--resume"] else joined
+
+
+def _check_models(inputs: Mapping[str, Path | None]) -> None:
+    """Check that the paths of `inputs` (argument -> path; None: left out) hold models, before torch is loaded."""
+    for name, path in inputs.items():
+        if path is not None:
+            require_model(name, path)
 
 
 def _checked_config(recipe: str, overrides: Sequence[str]) -> RunConfig:

@@ -116,10 +116,9 @@ def judge_run(folder: Path, *, baseline: Path | None = None, tolerance: float = 
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance={tolerance} is not a finite percentage >= 0; use 5")
     records = read_records(folder)
-    verdicts = check_run(records)
-    if baseline is not None:
-        verdicts += check_baseline(records, baseline, tolerance)
-    return Judgement(records, verdicts)
+    # a baseline that cannot be used is refused before a model is loaded
+    compared = [] if baseline is None else check_baseline(records, baseline, tolerance)
+    return Judgement(records, [*check_run(records), *compared])
 
 
 def check_run(records: Records) -> list[Verdict]:

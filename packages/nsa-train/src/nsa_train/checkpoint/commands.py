@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa_train.checkpoint.layout import FILES, LATEST, MANIFEST, MODEL, latest_folder, locate_root, step_folders
+from nsa_train.checkpoint.layout import FILES, LATEST, MANIFEST, MODEL, latest_folder, locate_folder, locate_root, step_folders
 from nsa_train.checkpoint.manifest import read_manifest
 from nsa_train.checkpoint.publish import whole
 from nsa_train.checkpoint.store import open_checkpoint
@@ -58,7 +58,9 @@ def listing(path: Path) -> list[Entry]:
         }
         found.append(Entry(f"{folder.name:12}  {said}", content))
     if not found:
-        raise _none_at(path)
+        raise ConfigError(
+            f"DIR={str(path)!r} holds no checkpoints (step-N directories); use a run's directory, as `nsa-train run` printed it"
+        )
     return found
 
 
@@ -71,7 +73,7 @@ def verification(path: Path) -> list[Entry]:
         ConfigError: if there is none.
     """
     found = []
-    for folder in step_folders(locate_root(path)).values() or ([path] if path.is_dir() else []):
+    for folder in step_folders(locate_root(path)).values() or [locate_folder(path, "PATH")]:
         size, problem, place = None, None, folder.resolve()
         try:
             opened = open_checkpoint(folder).path
@@ -81,8 +83,6 @@ def verification(path: Path) -> list[Entry]:
             said = problem = str(error)
         content = {"name": place.name, "path": str(place), "is_whole": problem is None, "size_bytes": size, "problem": problem}
         found.append(Entry(said, content))
-    if not found:
-        raise _none_at(path)
     return found
 
 
@@ -136,7 +136,3 @@ def export(
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f}"
-
-
-def _none_at(path: Path) -> ConfigError:
-    return ConfigError(f"DIR={str(path)!r} holds no checkpoints (step-N directories); use a run's directory, as `nsa-train run` printed it")

@@ -7,13 +7,13 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from nsa_train.checkpoint.layout import HF_CONFIG
 from nsa_train.checkpoint.tensors import NAMED, read_forms
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import undrawn_weights
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.structuring import listed_problems
 
-HF_CONFIG = "config.json"
 MODEL_TYPE = "nsa_core"
 LONGEST = 2**31 - 1
 NAMES = {
@@ -28,11 +28,6 @@ NAMES = {
     "rms_norm_eps": "norm_eps",
 }
 """Name in a config.json -> key of table `model`, where both have the same value."""
-
-
-def is_folder(path: Path) -> bool:
-    """Return True if `path` holds a config.json, so that it is neither a run nor a checkpoint."""
-    return (path / HF_CONFIG).is_file()
 
 
 def folder_config(folder: Path) -> Any:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nsa_core.errors import InputError
 from nsa_train.checkpoint.folders import (
-    HF_CONFIG,
     NAMES,
     ends_with,
     folder_config,
@@ -18,7 +17,7 @@ from nsa_train.checkpoint.folders import (
     require_folder_weights,
     require_installed,
 )
-from nsa_train.checkpoint.layout import MODEL
+from nsa_train.checkpoint.layout import HF_CONFIG, MODEL
 from nsa_train.checkpoint.publish import whole
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.checkpoint.snapshot import capture

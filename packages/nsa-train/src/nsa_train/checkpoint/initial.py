@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nsa_core.errors import NSAError
 from nsa_core.serialization import toml_value
-from nsa_train.checkpoint.folders import ends_with, folder_config, folder_weights, is_folder, model_tables, require_folder_weights
-from nsa_train.checkpoint.layout import CONFIG, MODEL
+from nsa_train.checkpoint.folders import ends_with, folder_config, folder_weights, model_tables, require_folder_weights
+from nsa_train.checkpoint.layout import CONFIG, MODEL, is_folder
 from nsa_train.checkpoint.resuming import NO_CONVERSION
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_forms

@@ -19,6 +19,8 @@ FILES = (MODEL, OPTIMIZER, RNG, CONFIG, STATE)
 """The files that the manifest lists."""
 LATEST = "latest"
 """The link to the checkpoint that was saved last."""
+HF_CONFIG = "config.json"
+"""The file that marks a folder for Transformers."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -50,8 +52,33 @@ def locate_root(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def locate_folder(path: Path) -> Path:
-    """Return the one checkpoint that `path` names: a step-N directory, a `latest` link, or a run's directory.
+def is_folder(path: Path) -> bool:
+    """Return True if `path` holds a config.json, so that it is neither a run nor a checkpoint."""
+    return (path / HF_CONFIG).is_file()
+
+
+def require_model(name: str, path: Path) -> None:
+    """Check that `path`, the value of argument `name`, holds a checkpoint, whole or not, or an export.
+
+    Raises:
+        ConfigError: if it holds none.
+    """
+    if not is_folder(path):
+        require_checkpoint(name, path)
+
+
+def require_checkpoint(name: str, path: Path) -> None:
+    """Check that `path`, the value of argument `name`, is or holds a checkpoint, whole or not.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if not step_folders(locate_root(path)):
+        locate_folder(path, name)
+
+
+def locate_folder(path: Path, name: str = "CKPT") -> Path:
+    """Return the one checkpoint that `path` names: a step-N directory, a `latest` link, or a run's directory. `name` is that of the argument.
 
     Raises:
         ConfigError: if there is none.
@@ -60,6 +87,6 @@ def locate_folder(path: Path) -> Path:
         if candidate.is_dir() and ((candidate / MANIFEST).exists() or _STEP.fullmatch(candidate.resolve().name)):
             return candidate.resolve()
     raise ConfigError(
-        f"CKPT={str(path)!r} holds no checkpoint (a step-N directory with {MANIFEST}, or a run with checkpoints/{LATEST}); "
+        f"{name}={str(path)!r} holds no checkpoint (a step-N directory with {MANIFEST}, or a run with checkpoints/{LATEST}); "
         "use the directory that `nsa-train run` printed"
     )

@@ -12,7 +12,8 @@ from torch import Tensor
 from nsa_core.decoder import Decoder, weightless
 from nsa_core.errors import NSAError
 from nsa_core.module import NativeSparseAttention
-from nsa_train.checkpoint.folders import is_folder, require_installed
+from nsa_train.checkpoint.folders import require_installed
+from nsa_train.checkpoint.layout import is_folder
 from nsa_train.checkpoint.resuming import load_model
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer

@@ -144,13 +144,17 @@ def check_sampling(
 
 
 def check_source(source: Path) -> None:
-    """Check that `source` is a folder, before torch is loaded.
+    """Check that `source` is a folder with a config.json, before torch is loaded.
 
     Raises:
         ConfigError: if it is none.
     """
     if not source.is_dir():
         raise ConfigError(f"SOURCE={str(source)!r} is no folder (nothing is downloaded); name one that holds config.json and safetensors")
+    if not (source / "config.json").is_file():
+        raise ConfigError(
+            f"SOURCE={str(source)!r} has no config.json (it describes the model); name a folder that holds it and safetensors"
+        )
 
 
 def check_there(inputs: Mapping[str, Path | None]) -> None:
