@@ -212,6 +212,8 @@ def test_help_version_and_wrong_arguments_need_no_torch(tmp_path):
     done = [["--help"], ["--version"], ["train", "--help"]]
     refused = [
         ["smoke", str(tmp_path)],
+        ["choices", str(tmp_path / "nowhere")],
+        ["choices", str(tmp_path)],
         ["train", "no/such"],
         ["train", "demo", "--set", "train.stepz=3"],
         ["train", "demo", "--set", "lr=3"],
@@ -224,6 +226,7 @@ def test_help_version_and_wrong_arguments_need_no_torch(tmp_path):
         [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps([*done, *refused])], capture_output=True, text=True, check=True
     )
     assert found.stdout == f"{[0] * len(done) + [2] * len(refused)} False\n"
+    assert f"nsa-bench: RUN='{tmp_path}/nowhere' holds no checkpoint (" in found.stderr
     assert any(line.endswith("did you mean --set train.lr=3?") for line in found.stderr.splitlines())
 
 

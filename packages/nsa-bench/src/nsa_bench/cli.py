@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.errors import BenchError, OptionError, require_transformers, shipped_recipes, trainer_for
+from nsa_bench.errors import BenchError, OptionError, require_checkpoint, require_transformers, shipped_recipes, trainer_for
 from nsa_bench.options import (
     AttentionOptions,
     CallShape,
@@ -229,6 +229,8 @@ def choices(
 ) -> int:
     """Show which blocks the layers of a trained model choose; the JSON file serves `attention --selection recorded:FILE`."""
     with trainer_for("choices"):
+        # a mistyped path is refused before torch is loaded
+        require_checkpoint("RUN", run)
         from nsa_bench.choices import run_choices
 
         run_choices(run, sequences=sequences, recorded_tokens=recorded_tokens, output=Output(files, commit))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class BenchError(Exception):
@@ -56,6 +57,17 @@ def require_transformers(command: str) -> None:
     """
     if find_spec("nsa_transformers") is None:
         raise OptionError(f"{command} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
+
+
+def require_checkpoint(name: str, path: Path) -> None:
+    """Check that `path`, the value of argument `name`, is or holds a checkpoint of nsa-train, which must be installed.
+
+    Raises:
+        nsa_train.errors.ConfigError: if there is none.
+    """
+    from nsa_train.checkpoint.layout import require_checkpoint
+
+    require_checkpoint(name, path)
 
 
 def shipped_recipes() -> Iterable[str]:
