@@ -151,6 +151,23 @@ def test_the_loss_of_a_trainers_batch_is_the_mean_over_its_tokens(tiny_model, pr
     assert model(ids, attention_mask=mask, labels=nothing, num_items_in_batch=torch.tensor(25)).loss == 0
 
 
+def test_accumulated_batches_padded_on_the_left_have_the_exact_loss_if_the_first_token_of_a_row_has_no_label(tiny_model, prompt):
+    """`Trainer` divides every batch of an optimizer step by the labels of all of them."""
+    model, lengths = tiny_model(), [(20, 7), (13, 3)]
+    batches, total = [], 0.0
+    for one, other in lengths:
+        mask = (torch.arange(20) >= 20 - torch.tensor([[one], [other]])).long()
+        ids = torch.stack([prompt[0].roll(20 - one), prompt[1].roll(20 - other)])
+        is_labelled = (mask == 1) & (mask.cumsum(1) > 1)
+        batches.append((ids, mask, torch.where(is_labelled, ids, -100)))
+        for row, length in ((0, one), (1, other)):
+            total += (length - 1) * model(prompt[row : row + 1, :length], labels=prompt[row : row + 1, :length]).loss
+    num_items = sum((labels[:, 1:] != -100).sum() for _, _, labels in batches)
+    found = sum(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=num_items).loss for ids, mask, labels in batches)
+    assert num_items == sum(one + other - 2 for one, other in lengths)
+    torch.testing.assert_close(found, total / num_items)
+
+
 def test_the_last_logits_alone_and_embedded_tokens_are_taken(tiny_model, prompt):
     model = tiny_model()
     outputs = model(prompt, output_hidden_states=True, use_cache=False)
