@@ -166,6 +166,18 @@ def test_a_bad_option_is_exit_2_with_a_message(command, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["env", "backends --device cpu", "smoke RUN", "train demo --steps 5"])
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(words, option, tmp_path, monkeypatch, capsys):
+    for name in ("results.describe", "train.run_twin", "smoke.judge_run", "backends.describe"):
+        monkeypatch.setattr(f"nsa_bench.{name}", lambda *_, **__: pytest.fail("something was done"))
+    path = tmp_path / "missing" / "found"
+    assert run_command([*words.replace("RUN", str(tmp_path)).split(), option, str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"nsa-bench: [Errno 2] No such file or directory: '{path}'; give a path that can be written" in printed.err
+
+
 def test_a_file_that_cannot_be_written_is_named_where_stdout_is_closed_too(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     assert run_command(["env", "--json", "no/such/folder/env.json"]) == 2

@@ -77,6 +77,7 @@ def parse_capability(text: str) -> tuple[int, int]:
 
 def run_backends(kind: str | None, capability: str | None, shape: CallShape, output: Output) -> None:
     """Print and write the routing of the call `shape` on the device of `--device` and `--compute-capability`."""
+    output.check_files()
     here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     report = make_report(find_device(kind, capability, here), shape, output.environment)
     output.show(*tables_of(report))

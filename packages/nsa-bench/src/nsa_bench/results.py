@@ -144,6 +144,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def run_env(output: Output) -> None:
     """Print and write the environment."""
+    output.check_files()
     output.show(environment_table(output.environment))
     output.write(output.environment, [{"name": name, "value": value} for name, value in flatten(output.environment)])
 

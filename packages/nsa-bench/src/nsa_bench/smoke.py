@@ -19,6 +19,7 @@ def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: 
     Raises:
         nsa_train.errors.ConfigError: if `folder` is not a run, or the baseline cannot be used.
     """
+    output.check_files()
     records, verdicts = judgement = judge_run(folder, baseline=baseline, tolerance=tolerance)
     output.show(smoke_table(folder, verdicts))
     rows: list[dict[str, Any]] = [attrs.asdict(verdict) for verdict in verdicts]

@@ -73,6 +73,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
     Raises:
         OptionError: for too few steps, a recipe or an override that breaks a rule, or a backend that cannot serve; before
             anything is written.
+        OSError: if a file of the results cannot be written, before a model is trained.
     """
     if steps < LEAST_STEPS:
         raise OptionError(f"--steps={steps} leaves no steady step to time (the first ones warm up); use {LEAST_STEPS} or more")
@@ -85,6 +86,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
         configs = [load_config(recipe, twin_settings(overrides, attention, steps)) for attention in TWINS[twins]]
     except ConfigError as error:
         raise OptionError(str(error)) from None
+    output.check_files()
     _check_routes(configs, output)
     environment = output.environment
     results: list[TrainingResult] = []
