@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_transformers import NSAModelCache
@@ -395,6 +395,15 @@ def test_a_mask_that_is_not_of_the_prompts_is_refused(tiny_model, prompt, shape)
             model.generate(**inputs, attention_mask=torch.ones(shape, dtype=torch.int64), **GREEDY)
     with pytest.raises(InputError, match="attention_mask has type dict"):
         model.generate(prompt, attention_mask={"full_attention": torch.ones(2, 20)}, **GREEDY)
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_embedded_prompts_in_chunks_are_refused(tiny_model, prompt, has_ids):
+    model = tiny_model()
+    inputs = {"inputs": prompt} if has_ids else {}
+    for options in ({"prefill_chunk_size": 3}, {"generation_config": GenerationConfig(prefill_chunk_size=3)}):
+        with pytest.raises(InputError, match=r"prefill_chunk_size=3 came with inputs_embeds .*leave one of them out"):
+            model.generate(**inputs, inputs_embeds=model.embedding(prompt), **options)
 
 
 def test_prompts_that_are_no_tensor_are_refused(tiny_model, prompt):

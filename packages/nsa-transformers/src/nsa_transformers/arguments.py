@@ -169,6 +169,14 @@ def require_own_drafts(early_exit: int | None) -> None:
         )
 
 
+def require_ids_of_chunks(embedded: Any, chunk_size: int | None) -> None:
+    """Raise InputError if `embedded` tokens would be processed in chunks of `chunk_size`."""
+    if embedded is not None and chunk_size is not None:
+        raise InputError(
+            f"prefill_chunk_size={chunk_size} came with inputs_embeds (Transformers cuts only input_ids into chunks); leave one of them out"
+        )
+
+
 def require_new_tokens(cache: Any, ids: Tensor) -> None:
     """Raise InputError if `cache` holds the whole prompts `ids` `(B, S)`, so that no token is left for the first step."""
     if isinstance(cache, NSAModelCache) and (held := int(cache.get_seq_length())) >= ids.shape[1]:

@@ -21,6 +21,7 @@ from nsa_transformers.arguments import (
     require_batch,
     require_cache_position,
     require_cache_used,
+    require_ids_of_chunks,
     require_kept,
     require_known_ids,
     require_labels,
@@ -331,8 +332,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """Return the prompts with their continuations; see `GenerationMixin.generate`.
 
         Raises:
-            InputError: for a prompt that is empty, without a batch dimension or padded on the right, ids beyond the vocabulary, a
-                `cache_implementation` that cannot hold the stores of NSA, or assisted decoding with a cache that holds tokens.
+            InputError: for a prompt that is empty, without a batch dimension or padded on the right, ids beyond the vocabulary, embedded
+                prompts in chunks, a `cache_implementation` that cannot hold the stores of NSA, or assisted decoding with a cache that holds
+                tokens.
             CacheOverflowError: if the prompt, its continuation and the drafts do not fit into the given cache.
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
@@ -344,6 +346,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             kwargs.get("inputs_embeds"),
         )
         require_batch(ids, embedded, self.config.hidden_size)
+        require_ids_of_chunks(embedded, kwargs.get("prefill_chunk_size", given.prefill_chunk_size))
         if mask is not None and (tokens := ids if embedded is None else embedded) is not None:
             require_mask_of(mask, tokens)
             require_marks(mask)
