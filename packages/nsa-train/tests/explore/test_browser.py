@@ -240,6 +240,13 @@ def test_hostile_text_is_text(opened: Callable[..., check_pages.Browser], found:
     assert shown == [hostile[0].replace(" ", "·"), hostile[1].replace(" ", "·"), "⟨U+202E⟩", "a\u0301"]
 
 
+def test_the_heading_spells_out_invisible_characters(opened: Callable[..., check_pages.Browser], found: Exploration) -> None:
+    page = opened(attrs.evolve(found, pieces=["\u202e", "\ufeffa\n\x00", *found.pieces[2:]]))
+    for token, spelled in enumerate([r'"\u202e"', r'"\ufeffa\n\u0000"']):
+        page.evaluate(POINT % token)
+        assert page.evaluate(HEAD).startswith(f"Token {token}: {spelled}, id ")
+
+
 @pytest.mark.parametrize("size", [WIDE, NARROW])
 def test_nothing_is_wider_than_the_screen(size: tuple[int, int], opened: Callable[..., check_pages.Browser], found: Exploration) -> None:
     page = opened(found, "#t=101&l=1&g=1", size)

@@ -13,9 +13,12 @@ function linkOf() {
   return `#t=${state.token}&l=${state.layer}&g=${state.group}`;
 }
 
+// an invisible character could reverse the words after it
+const escaped = (one) => (HIDDEN.test(one) ? `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}` : one);
+
 function fillTitle() {
   const piece = facts.token_texts[state.token];
-  const shown = piece ? JSON.stringify(piece) : "more of the character before";
+  const shown = piece ? [...JSON.stringify(piece)].map(escaped).join("") : "more of the character before";
   const link = element("a", { href: linkOf() }, "link");
   const words = `Token ${state.token}: ${shown}, id ${facts.token_ids[state.token]}${state.pinned ? ", pinned" : ""} `;
   at("token").replaceChildren(words, link);
