@@ -192,6 +192,18 @@ def test_a_static_cache_is_reset_and_used_again(model, prompt, from_scratch):
         cache.check()
 
 
+@kinds
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_cache_that_was_filled_in_inference_mode_is_used_outside_of_it(model, prompt, from_scratch, is_static):
+    cache = NSAModelCache(model.config, 64 if is_static else None, static=is_static)
+    with torch.inference_mode():
+        model(prompt[:, :9], past_key_values=cache)
+    cache.crop(-2)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **GREEDY), from_scratch(model, prompt, COUNT))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("is_static", [False, True])
 def test_a_crop_that_one_layer_refuses_changes_none(tiny_model, prompt, is_static):
     model = tiny_model("mixed")

@@ -37,7 +37,9 @@ class NSACacheLayer(CacheLayerMixin):
             device = x.device if attention.q_proj.weight.is_meta else None
             self.store = attention.new_cache(len(x), self.max_cache_len, device=device, **self.options)
             if self.is_compileable:
-                self.length = torch.zeros((), dtype=torch.int64, device=self.store.lengths.device)
+                # a tensor made in inference mode takes no write outside of it
+                with torch.inference_mode(False):
+                    self.length = torch.zeros((), dtype=torch.int64, device=self.store.lengths.device)
             self.is_initialized = True
 
     @property
