@@ -266,6 +266,7 @@ print([run_command(words.split()) for words in sys.argv[1:]])
 
 
 def test_without_the_extra_the_commands_say_what_to_install(saved: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     commands = [f"ckpt export {saved()} {tmp_path / 'a'} --format hf", f"ckpt import {tmp_path} {tmp_path / 'b'}"]
     done = subprocess.run([sys.executable, "-c", WITHOUT, *commands], capture_output=True, text=True, check=True)
     assert done.stdout == "[2, 2]\n"
