@@ -134,14 +134,14 @@ def complete_save(folder: Path, before: Mapping[str, float]) -> None:
 def require_architecture(config: Any, *others: str) -> None:
     """Raise InputError if `config.architectures` is not a list of names, or names neither a class of this package nor one of `others`."""
     named = getattr(config, "architectures", None) or []
-    _require_names(named, "config.json")
+    require_names(named, "config.json")
     if named and not set(named) & {*ARCHITECTURES, *others}:
         raise InputError(
             f"config.json has architectures={named} (this package has {', '.join(ARCHITECTURES)}); use a checkpoint of one of them"
         )
 
 
-def _require_names(architectures: Any, where: object) -> None:
+def require_names(architectures: Any, where: object) -> None:
     """Raise InputError unless `architectures` of the configuration at `where` are a list of names."""
     if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
         raise InputError(f"{where} has architectures={architectures!r:.120} (the rule: a list of names); use {list(ARCHITECTURES[:1])}")
@@ -226,7 +226,7 @@ def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> 
     if (kind := content.get("model_type")) != model_type:
         raise InputError(f"{path} has model_type={kind!r} (the rule: {model_type!r}); use AutoModelForCausalLM for other models")
     if (named := content.get("architectures")) is not None:
-        _require_names(named, path)
+        require_names(named, path)
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:

@@ -35,13 +35,13 @@ def folder_config(folder: Path) -> Any:
 
     Raises:
         ConfigError: if nsa-transformers is not installed, or config.json describes none of its models.
-        InputError: if it names another architecture.
+        InputError: if it names another architecture, or its `architectures` are not a list of names.
     """
     require_installed(f"the model at {str(folder)!r}")
     from huggingface_hub.errors import StrictDataclassError
 
     from nsa_transformers import NSAModelConfig
-    from nsa_transformers.weights import require_architecture
+    from nsa_transformers.weights import require_architecture, require_names
 
     path = folder / HF_CONFIG
     found = _content(path)
@@ -50,6 +50,8 @@ def folder_config(folder: Path) -> Any:
             f"{path} has model_type={found.get('model_type')!r} (a run takes {MODEL_TYPE!r}); name a folder that `ckpt export --format hf`, "
             "`convert` or NSAForCausalLM.save_pretrained wrote"
         )
+    # version 5.16 of Transformers refuses other values in words of its own
+    require_names(found.get("architectures") or [], path)
     try:
         config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
     except (StrictDataclassError, AttributeError, TypeError) as error:
