@@ -29,6 +29,20 @@ def test_every_option_is_listed(page):
     assert [option for option in (*options, "--no-backward", "--backend", "--commit", "--json", "--csv") if option not in page] == []
 
 
+def test_every_option_of_each_command_is_listed(page):
+    options = {
+        name
+        for command in app
+        if not command.startswith("-")
+        for argument in app[command].assemble_argument_collection()
+        for name in argument.names
+        # an option such as --peers, which is on by default, is listed as --no-peers
+        if name.startswith("--") and not (name == argument.name and argument.field_info.default is True)
+    }
+    assert {"--seq-len", "--no-peers"} < options
+    assert sorted(option for option in options if not re.search(rf"{option}(?![\w-])", page)) == []
+
+
 def test_every_column_is_listed(page):
     case = Case(shape=SHAPES["M"], seq_len=10, dtype=torch.float32)
     row = to_row(Measurement(case=case, operation="nsa", direction=Direction.FORWARD, implementation="sdpa"), {})
