@@ -21,8 +21,10 @@ from nsa_train.lifecycle.stopping import POLL_S, Stop, StopRequests
 from nsa_train.loop.trainer import Trainer
 from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry import recorder
 from nsa_train.telemetry.recorder import Recorder
 from nsa_train.telemetry.records import CsvTable
+from nsa_train.telemetry.report import write_report
 from nsa_train.telemetry.tensorboard import Board
 
 
@@ -67,6 +69,22 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_says_where_it_goes_on(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nsa-train: the run in {run.root} broke off ([Errno {number}] {os.strerror(number)}; ")
     assert line.endswith(f" MiB are free); {kept}; fix that and go on with --resume")
+
+
+def test_a_resume_draws_the_report_that_the_last_step_left_no_room_for(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(paths: RunDirectory) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recorder, "write_report", full)
+    code, run = train()
+    assert (code, run.report.exists()) == (1, False)
+    assert "fix that and go on with --resume" in capsys.readouterr().err
+    monkeypatch.setattr(recorder, "write_report", write_report)
+    assert run_command(["resume", str(run.root)]) == 0
+    assert "done: " in capsys.readouterr().out
+    assert (run.report.exists(), run.metrics.exists()) == (True, True)
 
 
 @pytest.mark.parametrize("last", [4, 60], ids=["early", "late"])

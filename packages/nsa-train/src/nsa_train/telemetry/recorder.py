@@ -253,6 +253,9 @@ class Recorder:
 
         `consumed_hash`: hash of the data that all ranks consumed. If somebody deleted the records of the report, a message says
         so: the run has not failed.
+
+        Raises:
+            OSError: if a file cannot be written. No metrics.json is left, so that a resume writes all of them.
         """
         self.heartbeat.beat("finish", self.step)
         if self._tables is None:
@@ -266,6 +269,10 @@ class Recorder:
             write_report(self.paths)
         except ConfigError as error:
             say(f"report: not drawn: {error}")
+        except OSError:
+            # without metrics.json a resume records the end again
+            self.paths.metrics.unlink(missing_ok=True)
+            raise
         return metrics
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:
