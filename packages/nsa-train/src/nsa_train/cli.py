@@ -21,7 +21,7 @@ from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.checkpoint.layout import require_model
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.evaluation.options import EvalOptions, Mode, TaskName
-from nsa_train.evaluation.report import check_folder
+from nsa_train.evaluation.report import JSON_FILE
 from nsa_train.host.environment import RUNS_ON, is_under_torchrun
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, warn
 from nsa_train.lifecycle.launch import ALONE, Meeting
@@ -39,6 +39,7 @@ from nsa_train.settings.options import (
     check_source,
     check_text,
     check_there,
+    check_writable,
     read_prompts,
     resume_step,
 )
@@ -385,7 +386,7 @@ def evaluate(
     options = EvalOptions.of(tasks=tasks, modes=mode or (), lengths=lengths, texts=text or (), seed=seed, **asdict(recall))
     folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     check_path("--out", folder)
-    check_folder(folder)
+    check_writable("--out", folder, JSON_FILE)
     inputs = {"RUN_OR_EXPORT": model, "--twin": twin}
     check_there(inputs)
     _check_models(inputs)
@@ -484,6 +485,8 @@ def export(
     ] = "safetensors",
 ) -> int:
     """Write the weights of CKPT to OUT."""
+    check_path("OUT", out)
+    check_writable("OUT", out)
     from nsa_train.checkpoint.commands import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
@@ -502,6 +505,7 @@ def import_(
     """Create a run at OUT that begins with the weights of SOURCE; `nsa-train resume OUT` trains it."""
     check_path("OUT", out)
     check_source(source)
+    check_writable("OUT", out)
     overrides = settled(set_ or (), say=warn)
     from nsa_train.checkpoint.hugging_face import import_run
 
@@ -528,6 +532,7 @@ def convert(
     """Convert the dense checkpoint SOURCE to an NSA model, verify it layer by layer, and write a recipe that trains it."""
     check_path("--out", out)
     check_source(source)
+    check_writable("--out", out)
     from nsa_train.checkpoint.converting import convert as convert_checkpoint
 
     for line in convert_checkpoint(source, out, kv=kv, gates=gates, nsa=nsa or (), layers=layers, say=warn):

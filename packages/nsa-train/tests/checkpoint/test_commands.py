@@ -1,5 +1,6 @@
 """`nsa-train ckpt ls | verify | export`."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,36 @@ def test_an_export_overwrites_nothing_and_knows_its_formats(root: Path, tmp_path
     assert run_command(["ckpt", "export", str(root), str(tmp_path / "new"), "--format", "gguf"]) == 2
     assert "use --format hf" in capsys.readouterr().err
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["ckpt", "export", "CKPT", "OUT"], "OUT"),
+        (["ckpt", "import", "FOLDER", "OUT"], "OUT"),
+        (["convert", "FOLDER", "--out", "OUT"], "--out"),
+        (["explore", "CKPT", "--text", "TEXT", "--out", "OUT"], "--out"),
+        (["explore", "CKPT", "--text", "TEXT", "--json", "OUT"], "--json"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], option: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    places = {"CKPT": root, "FOLDER": tmp_path, "TEXT": tmp_path / "config.json", "OUT": out}
+    # root may write to any folder, except on a read-only file system
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert run_command([str(places.get(word, word)) for word in words]) == 2
+    message = f"nsa-train: {option}={str(out)!r}: {str(tmp_path)!r} cannot be written to; use another directory\n"
+    assert capsys.readouterr().err == message
+    assert not out.exists()
+
+
+def test_an_export_below_a_file_is_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert run_command(["ckpt", "export", str(root), str(tmp_path / "file/deep/new")]) == 2
+    assert f"OUT={str(tmp_path / 'file/deep/new')!r}: {str(tmp_path / 'file')!r} is no directory" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

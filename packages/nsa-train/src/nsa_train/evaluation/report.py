@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from nsa_train.errors import ConfigError
 from nsa_train.evaluation.options import Figure, TaskName
 from nsa_train.files import written_whole
 from nsa_train.host.environment import missing_report
@@ -20,18 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 JSON_FILE, CSV_FILE, PICTURE = "eval.json", "eval.csv", "eval.png"
-
-
-def check_folder(out: Path) -> None:
-    """Check that the files of an evaluation can be written below `out`, which need not exist.
-
-    Raises:
-        ConfigError: if they cannot.
-    """
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        reason = "cannot be written to" if nearest.is_dir() else "is no directory"
-        raise ConfigError(f"--out={str(out)!r}: {str(nearest)!r} {reason} ({JSON_FILE} is written there); use another directory")
 
 
 def write_files(out: Path, content: dict[str, Any], figures: Sequence[Figure], say: Callable[[str], None]) -> list[Path]:

@@ -72,6 +72,20 @@ def check_path(option: str, path: str | Path) -> None:
         raise ConfigError(f"{option}={_shortened(text)} has {size:,} bytes (at most {longest:,}); use a shorter path")
 
 
+def check_writable(option: str, path: Path, file: str = "") -> None:
+    """Check that `path`, or `file` below it, can be written; neither need exist.
+
+    Raises:
+        ConfigError: naming `option` and the existing folder that refuses it.
+    """
+    above = path.absolute().parents
+    nearest = next(folder for folder in ((path, *above) if file else above) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is no directory"
+        written = f" ({file} is written there)" if file else ""
+        raise ConfigError(f"{option}={str(path)!r}: {str(nearest)!r} {reason}{written}; use another directory")
+
+
 def _size(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
@@ -203,3 +217,6 @@ def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path
         taken[path.resolve()] = option
     if problems:
         raise ConfigError.of(problems)
+    for option, path in outputs.items():
+        if path is not None:
+            check_writable(option, path)
