@@ -1,9 +1,11 @@
 """The command line: commands, files and exit codes."""
 
 import csv
+import errno
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -176,6 +178,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(words,
     printed = capsys.readouterr()
     assert printed.out == ""
     assert f"nsa-bench: [Errno 2] No such file or directory: '{path}'; give a path that can be written" in printed.err
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_a_full_disk_is_exit_1_and_names_the_file(option, tmp_path, monkeypatch, capsys):
+    def full(path, text, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    path = tmp_path / "found"
+    assert run_command(["env", option, str(path)]) == 1
+    message = f"nsa-bench: [Errno {errno.ENOSPC}] No space left on device: '{path}'; make room, or give a path on another disk\n"
+    assert capsys.readouterr().err.endswith(message)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_is_named_where_stdout_is_closed_too(monkeypatch, capsys):

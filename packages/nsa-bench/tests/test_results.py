@@ -49,7 +49,7 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
     said = io.StringIO()
     output = Output(ResultFiles(json_file=file), progress=Console(file=said, width=200))
     output.keep(lambda: output.write({"rows": [1, 2]}, []))
-    assert "what there is so far was not written (OSError: [Errno 28] No space left on device)" in said.getvalue()
+    assert f"what there is so far was not written (OSError: [Errno 28] No space left on device: '{file}')" in said.getvalue()
 
 
 def test_the_target_of_a_link_is_replaced_and_a_pipe_is_written_to(tmp_path):

@@ -3,6 +3,7 @@
 Torch is imported after the options were read, so that a mistyped one is reported at once.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterable
@@ -314,6 +315,8 @@ def run_command(tokens: Iterable[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BenchError.exit_code
     except OSError as error:
-        print(f"nsa-bench: {error}; give a path that can be written", file=sys.stderr)
-        return OptionError.exit_code
+        is_full = error.errno == errno.ENOSPC
+        advice = "make room, or give a path on another disk" if is_full else "give a path that can be written"
+        print(f"nsa-bench: {error}; {advice}", file=sys.stderr)
+        return (BenchError if is_full else OptionError).exit_code
     return result or 0

@@ -124,6 +124,10 @@ def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
     except PermissionError:
         # no new file can be created in the folder, so write the file itself
         target.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        # the message of a full disk names no file, others the temporary one
+        error.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 
