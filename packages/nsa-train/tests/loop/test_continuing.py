@@ -139,8 +139,12 @@ def test_a_new_start_of_torchruns_finishes_what_failed_after_the_last_step(
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert start("--set", "train.steps=6") == 1
-    assert run.metrics.exists()
+    # else a new start would find nothing to do
+    assert not run.metrics.exists()
     assert start("--set", "train.steps=6") == 1
+    monkeypatch.undo()
+    assert start("--resume", "--set", "train.steps=6") == 0
+    assert run.metrics.exists() and run.report.exists()
 
 
 def test_a_run_that_stopped_early_takes_no_step_more(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
