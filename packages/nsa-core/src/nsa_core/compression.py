@@ -29,7 +29,7 @@ def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None 
     if cu_seqlens is not None:
         return _packed_windows(x, geometry, cu_seqlens)
     count = blocks.num_compressed_blocks(x.shape[1], geometry)
-    last_positions = torch.arange(count, device=x.device) * stride + size - 1
+    last_positions = torch.arange(size - 1, size - 1 + count * stride, stride, device=x.device)
     if not count:
         # a slice of x, so that x still gets a gradient of zeros: DDP waits for every parameter
         return BlockWindows(x[:, :0].unsqueeze(2).expand(-1, -1, size, *x.shape[2:]), last_positions)

@@ -39,8 +39,8 @@ def slots_in_batch(cu_seqlens: Tensor, total: int, length: int) -> Tensor:
 def compressed_lengths(lengths: Tensor, geometry: BlockGeometry) -> Tensor:
     """Return N_c, the number of compressed blocks, of each length; same shape and dtype as `lengths`."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
-    blocks = torch.div(lengths - size, stride, rounding_mode="floor") + 1
-    return torch.where(lengths >= size, blocks, torch.zeros_like(lengths))
+    # stride <= size, so the quotient is above 0 only from `size` tokens on
+    return torch.div(lengths + (stride - size), stride, rounding_mode="floor").clamp(min=0)
 
 
 def cu_blocks_from_cu_seqlens(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:

@@ -30,9 +30,8 @@ def emit_blocks(
     done = compressed_lengths(start, geometry)
     first = done * geometry.compression_stride
     raw_k, *raw_v = join_rows(new.raw, first, start - first, geometry.compression_block_size - 1)
-    k = new.compress_k(block_windows(raw_k, geometry).tokens)
-    index = done.long().unsqueeze(1) + torch.arange(k.shape[1], device=k.device)
-    k = new.rotate(k, index * geometry.compression_stride + geometry.compression_block_size - 1)
+    windows = block_windows(raw_k, geometry)
+    k = new.rotate(new.compress_k(windows.tokens), first.unsqueeze(1) + windows.last_positions)
     v = None if new.compress_v is None or not raw_v else new.compress_v(block_windows(raw_v[0], geometry).tokens)
     write(NewRows(new.store, k, v), done, compressed_lengths(start + count, geometry) - done)
 
@@ -80,8 +79,8 @@ def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tens
     """
     size, num_new = new.store.k.shape[1], new.k.shape[1]
     index = torch.arange(most + num_new, device=new.k.device).expand(new.k.shape[0], -1)
-    slots = (first.long().unsqueeze(1) + index[:, :most]).remainder(size)
-    behind = index - tail.long().unsqueeze(1)
+    slots = (first.unsqueeze(1) + index[:, :most]).remainder(size)
+    behind = index - tail.unsqueeze(1)
     source = torch.where(behind < 0, index, behind.clamp(max=num_new - 1) + most)
 
     def joined(held: Tensor, fresh: Tensor) -> Tensor:
