@@ -271,6 +271,48 @@ def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_model, prompt, one
                 call(cache)
 
 
+@pytest.mark.parametrize("kind", ["nsa", "mixed"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("num_pads", [0, 5])
+def test_new_ids_alone_follow_a_cache_if_the_mask_covers_it(model, prompt, from_scratch, static, num_pads):
+    mask = (torch.arange(20) >= torch.tensor([[0], [num_pads]])).long()
+    ids = torch.where(mask == 1, prompt, PAD)
+    # more and fewer new ids than the cache holds
+    for held in (5 + num_pads // 2, 19):
+        cache = NSAModelCache(model.config, 20 + COUNT - 1, static=static)
+        with torch.no_grad():
+            model(ids[:, :held], attention_mask=mask[:, :held], past_key_values=cache)
+        found = model.generate(ids[:, held:], attention_mask=mask, past_key_values=cache, pad_token_id=PAD, **GREEDY)
+        assert torch.equal(found[:, : 20 - held], prompt[:, held:])
+        for row, pads in enumerate((0, num_pads)):
+            assert torch.equal(found[row, 20 - held :], from_scratch(model, prompt[row : row + 1, pads:], COUNT)[0, 20 - pads :])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_new_ids_alone_that_do_not_fit_the_cache_with_their_continuation_are_refused_before_any_token(tiny_model, prompt, static):
+    model = tiny_model()
+    for num_pads in (0, 3):
+        mask = (torch.arange(20) >= torch.tensor([[0], [num_pads]])).long()
+        cache = NSAModelCache(model.config, 20 + COUNT - 2, static=static)
+        with torch.no_grad():
+            model(prompt[:, :14], attention_mask=mask[:, :14], past_key_values=cache)
+        with pytest.raises(CacheOverflowError, match=rf"{20 + COUNT - 1} tokens do not fit past_key_values"):
+            model.generate(prompt[:, 14:], attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert cache.get_seq_length() == 14
+
+
+def test_new_ids_alone_without_a_mask_of_all_tokens_are_refused(tiny_model, prompt):
+    model = tiny_model()
+    cache = NSAModelCache(model.config)
+    with torch.no_grad():
+        model(prompt[:, :14], past_key_values=cache)
+    for mask in ({}, {"attention_mask": torch.ones(2, 6, dtype=torch.int64)}):
+        with pytest.raises(InputError, match=r"holds 14 tokens, the prompt has 6 .*, or pass that mask"):
+            model.generate(prompt[:, 14:], past_key_values=cache, **mask, **GREEDY)
+    with pytest.raises(InputError, match=r"shape \(2, 21\) .*\(2, 6\), .* or \(2, 20\) if the prompts follow the 14 cached tokens"):
+        model.generate(prompt[:, 14:], past_key_values=cache, attention_mask=torch.ones(2, 21, dtype=torch.int64), **GREEDY)
+
+
 @pytest.mark.parametrize("is_deferred", [True, False])
 def test_a_cache_that_holds_the_whole_prompt_is_refused(tiny_model, prompt, is_deferred):
     model = tiny_model()
@@ -281,6 +323,8 @@ def test_a_cache_that_holds_the_whole_prompt_is_refused(tiny_model, prompt, is_d
             InputError, match=rf"past_key_values holds 20 tokens, the prompt has {length} .*; use past_key_values.crop\({length - 21}\)"
         ):
             model.generate(prompt[:, :length], past_key_values=cache, **GREEDY)
+        with pytest.raises(InputError, match=f"past_key_values holds 20 tokens, the prompt has {length}"):
+            model.generate(inputs_embeds=model.embedding(prompt[:, :length]), past_key_values=cache, **GREEDY)
     cache.crop(-1)
     assert torch.equal(model.generate(prompt, past_key_values=cache, **GREEDY), model.generate(prompt, **GREEDY))
 

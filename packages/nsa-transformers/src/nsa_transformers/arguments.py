@@ -126,12 +126,14 @@ def warn_of_ignored(keywords: Mapping[str, Any]) -> None:
         warnings.warn(f"forward ignores {', '.join(ignored)} (no argument of this model); leave it out", stacklevel=3)
 
 
-def require_mask_of(mask: Any, tokens: Tensor) -> None:
-    """Raise InputError unless `mask` has the shape `(B, S)` of the prompts `tokens`."""
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+def require_mask_of(mask: Any, tokens: Tensor, held: int) -> None:
+    """Raise InputError unless `mask` has the shape `(B, S)` of the prompts `tokens`, or `(B, held + S)` if they follow `held` cached tokens."""
+    batch_size, num_tokens = tokens.shape[:2]
+    if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch_size, num_tokens), (batch_size, held + num_tokens)):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        after_cache = f", or {(batch_size, held + num_tokens)} if the prompts follow the {held} cached tokens" if held else ""
         raise InputError(
-            f"attention_mask has {found} (the layout is (B, S) = {tuple(tokens.shape[:2])}, 1 where a token of the prompts is valid); "
+            f"attention_mask has {found} (the layout is (B, S) = {(batch_size, num_tokens)}, 1 where a token of the prompts is valid{after_cache}); "
             "use the mask of the tokenizer"
         )
 
@@ -177,12 +179,12 @@ def require_ids_of_chunks(embedded: Any, chunk_size: int | None) -> None:
         )
 
 
-def require_new_tokens(cache: Any, ids: Tensor) -> None:
-    """Raise InputError if `cache` holds the whole prompts `ids` `(B, S)`, so that no token is left for the first step."""
-    if isinstance(cache, NSAModelCache) and (held := int(cache.get_seq_length())) >= ids.shape[1]:
+def require_new_tokens(held: int, tokens: Tensor) -> None:
+    """Raise InputError if the `held` cached tokens are the whole prompts `tokens` `(B, S)`, so that no token is left for the first step."""
+    if held >= tokens.shape[1]:
         raise InputError(
-            f"past_key_values holds {held} tokens, the prompt has {ids.shape[1]} (it is the whole text, and its tokens behind those held are new); "
-            f"use past_key_values.crop({ids.shape[1] - 1 - held}) or a longer prompt"
+            f"past_key_values holds {held} tokens, the prompt has {tokens.shape[1]} (without an attention_mask of all tokens it is the whole text, "
+            f"and its tokens behind those held are new); use past_key_values.crop({tokens.shape[1] - 1 - held}) or a longer prompt, or pass that mask"
         )
 
 

@@ -331,6 +331,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the prompts with their continuations; see `GenerationMixin.generate`.
 
+        If `past_key_values` holds tokens, the prompts `(B, S)` begin with them. They may also leave them out, with an `attention_mask`
+        `(B, held + S)` of all tokens; the result then begins with the prompts.
+
         Raises:
             InputError: for a prompt that is empty, without a batch dimension or padded on the right, ids beyond the vocabulary, embedded
                 prompts in chunks, a `cache_implementation` that cannot hold the stores of NSA, or assisted decoding with a cache that holds
@@ -347,8 +350,11 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         )
         require_batch(ids, embedded, self.config.hidden_size)
         require_ids_of_chunks(embedded, kwargs.get("prefill_chunk_size", given.prefill_chunk_size))
-        if mask is not None and (tokens := ids if embedded is None else embedded) is not None:
-            require_mask_of(mask, tokens)
+        cache = kwargs.get("past_key_values")
+        held = int(cache.get_seq_length()) if isinstance(cache, NSAModelCache) else 0
+        tokens = ids if embedded is None else embedded
+        if mask is not None and tokens is not None:
+            require_mask_of(mask, tokens, held if embedded is None else 0)
             require_marks(mask)
         if ids is not None:
             require_known_ids(ids, self.config.vocab_size)
@@ -357,10 +363,11 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
                 if not len(ids):
                     raise InputError(f"input_ids has shape {tuple(ids.shape)} (the batch has no prompt); pass at least one row")
                 raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
-            require_new_tokens(kwargs.get("past_key_values"), ids)
             if given.is_assistant and mask is None:
                 # the target drops a mask of ones, and an accepted token may be the pad token
                 kwargs["attention_mask"] = torch.ones_like(ids)
+        if held and tokens is not None and (mask is None or mask.shape[1] == tokens.shape[1]):
+            require_new_tokens(held, tokens)
         return super().generate(inputs, *args, **kwargs)
 
     def _sample(
@@ -381,6 +388,15 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool = True) -> Any:
+        """Return the outputs for the prompts `input_ids`. A prompt that leaves out the cached tokens must fit the cache with its continuation."""
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if cache is not None:
+            # Transformers drops a mask of ones, and keeps its length
+            num_columns = getattr(generation_config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+            cache.require_room(num_columns - input_ids.shape[1] + generation_config.max_length - 1)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return True if `generate` compiles its steps, which it does only if there is a `compile_config`.
