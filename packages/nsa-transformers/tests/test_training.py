@@ -112,3 +112,23 @@ def test_the_names_of_the_tutorial_adapt_every_projection(tiny_model, prompt, ki
     assert adapted == expected
     model.train()(prompt, labels=prompt).loss.backward()
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings are no longer tied")
+@pytest.mark.parametrize("options", [{"trainable_token_indices": [1, 3]}, {"modules_to_save": ["lm_head"]}])
+def test_trained_tokens_and_a_saved_output_layer_of_a_tied_model_merge(tiny_model, tmp_path, prompt, options):
+    peft = pytest.importorskip("peft", reason="peft is not installed (an extra, nsa-transformers[train])")
+    from nsa_transformers import NSAForCausalLM
+
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options))
+    unchanged = model(prompt).logits
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "lora" not in name:
+                weight.add_(torch.randn_like(weight))
+    logits = model(prompt).logits
+    assert not torch.allclose(logits, unchanged, atol=0.1)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(prompt).logits, logits, rtol=1e-4, atol=1e-3)
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(NSAForCausalLM.from_pretrained(tmp_path).eval()(prompt).logits, merged(prompt).logits)
