@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from nsa_core.errors import CacheOverflowError, InputError
-from nsa_transformers import NSAModelCache
+from nsa_transformers import NSAForCausalLM, NSAModelCache
 
 COUNT = 24
 GREEDY = {"do_sample": False, "max_new_tokens": COUNT}
@@ -19,6 +20,38 @@ kinds = pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
 @pytest.fixture
 def model(tiny_model, kind):
     return tiny_model(kind)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prefill_adds_few_operations_to_those_of_the_layers_and_logits_of_one_token(tiny_config, prompt, static):
+    added = []
+    for num_layers in (1, 3):
+        model = NSAForCausalLM(tiny_config(num_hidden_layers=num_layers)).eval()
+        # tables of RoPE are made once
+        model.generate(prompt, do_sample=False, max_new_tokens=1)
+        rows = []
+        model.lm_head.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(inputs[0].shape[1]))
+        with torch.no_grad():
+            caches = model.new_caches(2, 20, static=static, count_reads=False)
+            with Operations() as of_layers:
+                model.hidden(model.embedding(prompt), caches=caches)
+            cache = NSAModelCache(model.config, 20, static=static)
+            cache.start([block.attention for block in model.blocks], model.embedding(prompt))
+        with Operations() as of_generate:
+            model.generate(prompt, past_key_values=cache, do_sample=False, max_new_tokens=1)
+        added.append(of_generate.count - of_layers.count)
+        assert rows == [1]
+    assert added[0] == added[1] < 100
 
 
 @kinds
