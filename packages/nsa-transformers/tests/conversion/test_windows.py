@@ -1,6 +1,7 @@
 """Layers of sliding attention: they become windows of the same size, or are refused."""
 
 import json
+import tomllib
 
 import pytest
 
@@ -48,6 +49,21 @@ def test_a_sliding_layer_that_becomes_anything_else_is_refused(dense, convert, l
     source = dense("Mistral", sliding_window=WINDOW)
     with pytest.raises(ConfigError, match=r'^sliding_window=7: .* use --layers \'\[\{branches = \["win"\], window_size = 7\}\]\''):
         convert(source.folder, layers=layers, nsa=SHORT)
+
+
+@pytest.mark.parametrize("kinds", ["ffss", "fsfs", "ssfs", "ssss"])
+def test_the_suggested_pattern_converts_a_model_of_full_and_sliding_layers(dense, convert, difference, ids, kinds):
+    names = {"f": "full_attention", "s": "sliding_attention"}
+    source = dense(
+        "Qwen3", num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, layer_types=[names[kind] for kind in kinds]
+    )
+    with pytest.raises(ConfigError, match="^sliding_window=7: ") as refused:
+        convert(source.folder, nsa=SHORT)
+    pattern = tomllib.loads("layers = " + str(refused.value).split("use --layers ")[1].strip("'"))["layers"]
+    assert len(pattern) == {"ffss": 4, "fsfs": 2, "ssfs": 4, "ssss": 1}[kinds]
+    found = convert(source.folder, nsa=SHORT, layers=pattern, gates="selected")
+    # the blocks that a token chooses hold all tokens before it
+    assert difference(source.model, found.model, ids(3 * 8)) < CLOSE
 
 
 @pytest.mark.parametrize("place", ["entry", "table"])

@@ -131,10 +131,16 @@ def _require_windows(source: Source, found: NSAModelConfig) -> None:
             continue
         if layer.attention != "nsa" or layer.config.branches != ("win",):
             raise ConfigError(
-                f"sliding_window={window}: {OPEN_WINDOW}, and layer {place} is none; "
-                f"use --layers '[{{branches = [\"win\"], window_size = {window}}}]'"
+                f"sliding_window={window}: {OPEN_WINDOW}, and layer {place} is none; use --layers '{_pattern(source.windows)}'"
             )
         if geometry.window_size != window:
             raise ConfigError(
                 f"sliding_window={window}: {OPEN_WINDOW}, and layer {place} has window_size={geometry.window_size}; use window_size = {window}"
             )
+
+
+def _pattern(windows: Sequence[int | None]) -> str:
+    """Return the shortest pattern of layers, in TOML, in which layers with one of `windows` are windows and the others sparse."""
+    entries = ['"nsa"' if window is None else f'{{branches = ["win"], window_size = {window}}}' for window in windows]
+    sizes = [size for size in range(1, len(entries) + 1) if entries == entries[:size] * (len(entries) // size)]
+    return f"[{', '.join(entries[: sizes[0]])}]"
