@@ -1,6 +1,7 @@
 """Saving and loading: names, tied heads, remote code, and everything that is refused."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,32 @@ def test_damaged_files_and_shards_are_named(saved):
     index.write_text("{")
     with pytest.raises(InputError, match="is no index of weights"):
         AutoModelForCausalLM.from_pretrained(shards)
+
+
+@pytest.mark.parametrize("damage", ["pipe", "directory", "long name", "deep", "metadata"])
+def test_an_index_that_names_no_regular_file_or_cannot_be_read_is_refused(saved, damage):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    part = shards / content["weight_map"]["norm.weight"]
+    expected = rf"{part.name} is no whole safetensors file \(it is no regular file\)"
+    if damage in ("pipe", "directory"):
+        part.unlink()
+        os.mkfifo(part) if damage == "pipe" else part.mkdir()
+    elif damage == "long name":
+        content["weight_map"]["norm.weight"] = f"{'a' * 300}.safetensors"
+        index.write_text(json.dumps(content))
+        expected = "is no whole safetensors file"
+    elif damage == "deep":
+        index.write_text("[" * 100_000)
+        expected = "is no index of weights"
+    else:
+        index.write_text(json.dumps({**content, "metadata": "x"}))
+        expected = "has metadata='x' .* use {}"
+    with pytest.raises(InputError, match=expected):
+        NSAForCausalLM.from_pretrained(shards)
 
 
 def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved, prompt):

@@ -241,6 +241,9 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
     holders: dict[str, Path] = {}
     for file in files:
         try:
+            # a named pipe would wait for a writer
+            if file.exists() and not file.is_file():
+                raise OSError("it is no regular file")
             with safe_open(file, "pt") as opened:
                 names = list(opened.keys())
         except (SafetensorError, OSError) as error:
@@ -295,12 +298,15 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(content["weight_map"].values()))
         is_plain = all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
     if not is_plain:
         raise InputError(
             f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files in the same folder); use the files of one export"
         )
+    if not isinstance(content.get("metadata", {}), dict):
+        raise InputError(f"{index} has metadata={content['metadata']!r:.120} (the rule: a table, which Transformers changes); use {{}}")
     return [folder / name for name in names]
