@@ -10,6 +10,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_transformers import NSAForCausalLM, NSAModelCache
+from nsa_transformers.tokenizer import byte_tokenizer
 
 COUNT = 24
 GREEDY = {"do_sample": False, "max_new_tokens": COUNT}
@@ -273,6 +274,15 @@ def test_a_stopped_sequence_ends_with_its_stop_token(tiny_model, prompt, from_sc
     found = model.generate(prompt[:1], eos_token_id=stop, pad_token_id=PAD, **GREEDY)
     assert int(found[0, -1]) == stop
     assert torch.equal(found, whole[:1, : found.shape[1]])
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
+def test_a_stop_string_ends_the_text_without_a_warning(tiny_model, prompt, options):
+    model, tokenizer = tiny_model(vocab_size=258), byte_tokenizer(64)
+    plain = model.generate(prompt[:1], **options, **GREEDY)[0].tolist()
+    place = next(place for place, byte in enumerate(plain[21:], 21) if 32 < byte < 127 and byte not in plain[20:place])
+    found = model.generate(prompt[:1], stop_strings=[chr(plain[place])], tokenizer=tokenizer, **options, **GREEDY)
+    assert found[0].tolist() == plain[: place + 1]
 
 
 @pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static", "hybrid", "sliding_window", "paged"])

@@ -15,7 +15,7 @@ WORKING_CACHES = (None, "dynamic", "static")
 """The values of `cache_implementation` that `generate` takes."""
 CALLERS = (
     *("output_attentions", "return_dict", "cache_position", "num_items_in_batch", "ignore_index", "shift_labels"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_first_iteration"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_first_iteration", "tokenizer"),
 )
 """Keywords outside the signature of `forward` that `generate`, Trainer and its collators pass."""
 IGNORED = -100
