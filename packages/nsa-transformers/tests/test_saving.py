@@ -216,9 +216,11 @@ def test_damaged_files_and_shards_are_named(saved):
     with pytest.raises(InputError, match=part.name):
         AutoModelForCausalLM.from_pretrained(shards)
     index = shards / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace(part.name, "../model/model.safetensors"))
-    with pytest.raises(InputError, match="names files elsewhere"):
-        AutoModelForCausalLM.from_pretrained(shards)
+    text = index.read_text()
+    for name in ("../model/model.safetensors", "pytorch_model.bin"):
+        index.write_text(text.replace(part.name, name))
+        with pytest.raises(InputError, match=rf"names files elsewhere \(\['{name}'\]; the rule: safetensors files in the same folder"):
+            AutoModelForCausalLM.from_pretrained(shards)
     index.write_text("{")
     with pytest.raises(InputError, match="is no index of weights"):
         AutoModelForCausalLM.from_pretrained(shards)

@@ -300,12 +300,12 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         names = sorted(set(content["weight_map"].values()))
-        is_plain = all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names)
+        wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors")]
     except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
-    if not is_plain:
+    if wrong:
         raise InputError(
-            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files in the same folder); use the files of one export"
+            f"{index} names files elsewhere ({wrong[:NAMED]}; the rule: safetensors files in the same folder); use the files of one export"
         )
     if not isinstance(content.get("metadata", {}), dict):
         raise InputError(f"{index} has metadata={content['metadata']!r:.120} (the rule: a table, which Transformers changes); use {{}}")
