@@ -245,3 +245,22 @@ def test_the_page_runs(
     [block] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     exec(compile(block, str(PAGE), "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1] == "True"
+
+
+def test_the_source_of_a_converted_model_is_its_twin_once_it_is_converted_too(
+    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, sparse, twin, text = dense(max_position_embeddings=256), tmp_path / "sparse", tmp_path / "twin", tmp_path / "text.txt"
+    bytes_as_pairs(source)
+    text.write_text("some text to look at\n" * 5)
+    assert run_command(["convert", str(source), "--out", str(sparse), *SMALL]) == 0
+    explore = ["explore", str(sparse), "--text", str(text), "-o", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")]
+    for words in ([*explore, "--twin", str(source)], ["eval", str(source), "--text", str(text)]):
+        capsys.readouterr()
+        assert run_command(words) == 2
+        said = capsys.readouterr().err
+        assert "cannot be loaded (its model_type 'llama' is that of a dense model); convert it with nsa-train convert, and" in said
+    assert run_command(["convert", str(source), "--out", str(twin), "--layers", '["dense"]']) == 0
+    assert run_command([*explore, "--twin", str(twin)]) == 0
+    mass = json.loads((tmp_path / "page.json").read_text())["layers"][0]["dense_mass"]
+    assert sum(mass[-1][0]) == pytest.approx(1, abs=1e-3)

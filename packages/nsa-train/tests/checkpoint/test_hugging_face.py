@@ -312,7 +312,7 @@ def test_a_checkpoint_and_its_export_open_as_one_model(saved: Callable[..., Path
 
 
 def test_a_folder_that_holds_no_model_of_ours_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="cannot be loaded .*; name a run, or a folder that an export wrote"):
         open_model(tmp_path)
 

@@ -13,7 +13,7 @@ from nsa_core.decoder import Decoder, weightless
 from nsa_core.errors import NSAError
 from nsa_core.module import NativeSparseAttention
 from nsa_train.checkpoint.folders import require_installed
-from nsa_train.checkpoint.layout import is_folder
+from nsa_train.checkpoint.layout import HF_CONFIG, is_folder
 from nsa_train.checkpoint.resuming import load_model
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
@@ -87,9 +87,23 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
         tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for foreign files
     except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
+        said, advice = " ".join(str(error).split()), "name a run, or a folder that an export wrote"
+        if kind := _dense_kind(folder):
+            said = f"its model_type {kind!r} is that of a dense model"
+            advice = "convert it with nsa-train convert, and with --layers '[\"dense\"]' to keep it dense"
+        raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); {advice}") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
+
+
+def _dense_kind(folder: Path) -> str | None:
+    """Return the model_type of a dense model that `nsa-train convert` takes; None for any other folder."""
+    from nsa_transformers.conversion.sources import ARCHITECTURES, read_json
+
+    try:
+        kind = read_json(folder / HF_CONFIG).get("model_type")
+    except NSAError:
+        return None
+    return kind if kind in tuple(ARCHITECTURES) else None
 
 
 def require_twin(twin: OpenedModel, model: OpenedModel, *, num_tokens: int, reads_alike: bool) -> None:
