@@ -320,15 +320,18 @@ def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_model, prompt, one
 def test_new_ids_alone_follow_a_cache_if_the_mask_covers_it(model, prompt, from_scratch, static, num_pads):
     mask = (torch.arange(20) >= torch.tensor([[0], [num_pads]])).long()
     ids = torch.where(mask == 1, prompt, PAD)
+    count = 6
     # more and fewer new ids than the cache holds
     for held in (5 + num_pads // 2, 19):
-        cache = NSAModelCache(model.config, 20 + COUNT - 1, static=static)
+        cache = NSAModelCache(model.config, 20 + count - 1, static=static)
         with torch.no_grad():
             model(ids[:, :held], attention_mask=mask[:, :held], past_key_values=cache)
-        found = model.generate(ids[:, held:], attention_mask=mask, past_key_values=cache, pad_token_id=PAD, **GREEDY)
+        found = model.generate(
+            ids[:, held:], attention_mask=mask, past_key_values=cache, pad_token_id=PAD, do_sample=False, max_new_tokens=count
+        )
         assert torch.equal(found[:, : 20 - held], prompt[:, held:])
         for row, pads in enumerate((0, num_pads)):
-            assert torch.equal(found[row, 20 - held :], from_scratch(model, prompt[row : row + 1, pads:], COUNT)[0, 20 - pads :])
+            assert torch.equal(found[row, 20 - held :], from_scratch(model, prompt[row : row + 1, pads:], count)[0, 20 - pads :])
 
 
 @pytest.mark.parametrize("static", [False, True])
