@@ -431,3 +431,11 @@ def test_an_argument_that_nothing_reads_warns(tiny_model, prompt):
         warnings.simplefilter("error")
         model(prompt, labels=prompt, num_items_in_batch=3, output_attentions=False, return_dict=True)
         model.generate(prompt, max_new_tokens=3, do_sample=False)
+
+
+def test_the_model_is_its_own_decoder_and_its_last_hidden_states_are_those_of_the_bare_model(tiny_model, prompt, tmp_path):
+    model = tiny_model()
+    assert model.get_decoder() is model and model.base_model is model
+    model.save_pretrained(tmp_path)
+    states = NSAModel.from_pretrained(tmp_path)(prompt).last_hidden_state
+    assert torch.equal(model(prompt, output_hidden_states=True).hidden_states[-1], states)
