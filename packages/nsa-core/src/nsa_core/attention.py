@@ -9,6 +9,7 @@ functions also raise InputError for tensors with forward-mode AD tangents. No op
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -20,7 +21,7 @@ from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, N
 from nsa_core.backends.registry import AUTO, BackendRegistry
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES, BlockGeometry
-from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, run
+from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, run, wrong_result
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
 from nsa_core.operands import FP8, BranchKeys, PageTables, Pairs, check_choice, check_keys, check_kinds, keys_of, queries_of
@@ -358,8 +359,10 @@ def rotate_heads(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding
     q, k = heads[0], heads[-1]
     # the request describes q over the step's own keys
     rotate = backend_for(Operation.ROTATE, call, Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1]))
-    found: tuple[Tensor, ...] = rotate(heads, start, rope)
-    return found
+    found: Any = rotate(heads, start, rope)
+    if not isinstance(found, Sequence) or len(found) != len(heads):
+        raise wrong_result(Operation.ROTATE, rotate, found, f"a tuple of {len(heads)} tensors, one for each of `heads`")
+    return tuple(found)
 
 
 def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> None:

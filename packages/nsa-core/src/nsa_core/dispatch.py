@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nsa_core import blocks, checks
-from nsa_core.backends.base import BranchRequest, Keys, Operation, Queries, layout_of
+from nsa_core.backends.base import BranchOutput, BranchRequest, FusedOutput, Keys, Operation, Queries, layout_of
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
 from nsa_core.errors import InputError
@@ -18,6 +18,14 @@ from nsa_core.telemetry import AttentionObserver
 
 BRANCH_OPERATIONS = ("cmp", "select", "slc", "win")
 """The operations that the fused operation NSA replaces."""
+RESULTS: dict[Operation, tuple[type, ...]] = {
+    Operation.CMP: (BranchOutput,),
+    Operation.SELECT: (Tensor,),
+    Operation.SLC: (BranchOutput,),
+    Operation.WIN: (BranchOutput,),
+    Operation.NSA: (FusedOutput, Tensor),
+}
+"""Operation that `run` calls -> the types that its backends may return."""
 Backends = str | Mapping[str, str]
 """A backend's name or "auto": one for all operations, or a mapping from operation to name."""
 
@@ -82,13 +90,28 @@ def _check_observers(observers: object) -> None:
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the result of the backend for `operation`. For NSA, None means that no fused backend serves and the branches run one by one."""
+    """Return the result of the backend for `operation`. For NSA, None means that no fused backend serves and the branches run one by one.
+
+    Raises:
+        InputError: if the backend returns another type than its protocol in `backends.base` has, and as `backend_for`.
+        BackendUnavailableError: as `backend_for`.
+    """
     backend = backend_for(operation, call, *operands)
     if backend is None:
         return None
     for observer in call.observers:
         observer.record_route(operation.value, backend.name)
-    return backend(*operands, geometry=call.geometry, scale=call.scale)
+    found = backend(*operands, geometry=call.geometry, scale=call.scale)
+    if not isinstance(found, RESULTS[operation]):
+        wanted = " or ".join(kind.__name__ for kind in RESULTS[operation])
+        raise wrong_result(operation, backend, found, wanted)
+    return found
+
+
+def wrong_result(operation: Operation, backend: Any, found: object, wanted: str) -> InputError:
+    """Return the error about `found`, which `backend` returned instead of what its operation returns."""
+    shown = "None" if found is None else f"a {type(found).__name__}"
+    return InputError(f"backend {backend.name!r} for {operation.value!r} returned {shown} (the rule: {wanted}); return that")
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:

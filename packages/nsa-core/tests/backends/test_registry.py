@@ -505,6 +505,37 @@ def test_remembering_that_auto_finds_no_fused_operation_hides_no_error():
         registry.resolve(fused.last_request)
 
 
+@define(kw_only=True, eq=False)
+class WrongResult(CountingBackend):
+    """A backend that returns `result`, whatever its operation returns."""
+
+    result: object = None
+
+    def __call__(self, *operands, **keywords):
+        return self.result
+
+
+@pytest.mark.parametrize("result", [None, (torch.zeros(1, 20, 4, 8), torch.zeros(1, 20, 4))], ids=["None", "tuple"])
+@pytest.mark.parametrize(
+    ("operation", "wanted"),
+    [("cmp", "BranchOutput"), ("select", "Tensor"), ("slc", "BranchOutput"), ("win", "BranchOutput"), ("nsa", "FusedOutput or Tensor")],
+)
+def test_a_backend_that_returns_another_type_is_named(operation, wanted, result):
+    registry = BackendRegistry((*sdpa_backends(), WrongResult(name="mine", operation=Operation(operation), result=result)))
+    q, k, v, k_cmp, v_cmp = (torch.zeros(1, rows, heads, 8) for rows, heads in ((20, 4), (20, 2), (20, 2), (9, 2), (9, 2)))
+    shown = "None" if result is None else "a tuple"
+    with pytest.raises(InputError, match=f"^backend 'mine' for '{operation}' returned {shown} .the rule: {wanted}.; return that$"):
+        nsa_attention(q, k_cmp, v_cmp, k, v, k, v, torch.ones(1, 20, 4, 3), geometry=GEOMETRY, registry=registry)
+
+
+@pytest.mark.parametrize("result", [None, (torch.zeros(1, 1, 2, 8),)], ids=["None", "too few"])
+def test_a_rotate_backend_that_returns_other_than_the_heads_is_named(result):
+    mine = WrongResult(name="mine", operation=Operation.ROTATE, result=result)
+    layer = NativeSparseAttention(NSAConfig(16, 4, 2, 8, 8, geometry=GEOMETRY), registry=BackendRegistry((*sdpa_backends(), mine)))
+    with pytest.raises(InputError, match=r"^backend 'mine' for 'rotate' returned .* .the rule: a tuple of 3 tensors, one for each of"):
+        layer(torch.zeros(1, 1, 16), cache=layer.new_cache(1, 8))
+
+
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
