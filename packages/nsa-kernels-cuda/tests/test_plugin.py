@@ -1,5 +1,6 @@
 """The plug-in in nsa_core: found by its entry point, fast to import, loading no compiler before a request for a GPU."""
 
+import io
 import json
 import subprocess
 import sys
@@ -9,7 +10,19 @@ import pytest
 import torch
 from attrs import evolve
 
-from nsa_core import BlockGeometry, BranchBackend, BranchRequest, Operation, default_plugins, explain_routing, load_plugins
+from nsa_core import (
+    BackendRegistry,
+    BlockGeometry,
+    BranchBackend,
+    BranchRequest,
+    NativeSparseAttention,
+    NSAConfig,
+    Operation,
+    default_plugins,
+    default_registry,
+    explain_routing,
+    load_plugins,
+)
 from nsa_core.errors import InputError
 from nsa_kernels_cuda import plugin, routing
 from nsa_kernels_cuda.choice.op import MOST_BLOCKS, choose
@@ -162,3 +175,18 @@ def test_operands_that_the_kernel_would_misread_are_refused(change, message):
     operands = {"scores": torch.zeros(3, 4, 8), "factor": None, "positions": torch.zeros(3, dtype=torch.int32), "num_kv_heads": 4} | change
     with pytest.raises(InputError, match=message):
         choose(*operands.values(), geometry=BlockGeometry())
+
+
+def test_a_layer_with_a_registry_of_these_backends_is_saved_and_loaded():
+    backends = default_registry().backends
+    layer, x, file = (
+        NativeSparseAttention(NSAConfig(16, 4, 2, 8, 8), registry=BackendRegistry((*backends,))),
+        torch.randn(1, 40, 16),
+        io.BytesIO(),
+    )
+    expected = layer(x)
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert [(one.operation, one.name) for one in loaded.registry.backends] == [(one.operation, one.name) for one in backends]
+    assert torch.equal(loaded(x), expected)

@@ -1,5 +1,7 @@
 """The choice among backends: by preference, by name, with reasons, remembered."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -503,6 +505,16 @@ def test_remembering_that_auto_finds_no_fused_operation_hides_no_error():
     nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
     with pytest.raises(BackendUnavailableError, match="no backend serves this request"):
         registry.resolve(fused.last_request)
+
+
+def test_a_pickled_registry_chooses_anew():
+    registry = registry_of({"name": "plain", "level": 0}, {"name": "fast", "level": 5})
+    assert chosen(registry) == "fast"
+    # as on a machine where another backend is preferred
+    registry.backends[1].level = -1
+    assert chosen(registry) == "fast"
+    for copied in (copy.deepcopy(registry), pickle.loads(pickle.dumps(registry))):
+        assert chosen(copied) == "plain"
 
 
 @define(kw_only=True, eq=False)

@@ -103,6 +103,10 @@ class BackendRegistry:
         for backend in backends:
             self.register(backend)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy or a pickle: without remembered choices, because another machine may choose otherwise."""
+        return self.__dict__ | {"_routes": {}}
+
     def register(self, backend: BranchBackend) -> None:
         """Add `backend`.
 

@@ -1,6 +1,7 @@
 """The backends `flash_attn` and `flash_attn[PROVIDER]`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -32,6 +33,17 @@ class FlashAttentionBackend:
     @_op.default
     def _declared(self) -> Callable[..., BranchOutput]:
         return op_of(self.operation, self.provider)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy or a pickle is built from: all but the op, which the copy declares itself."""
+        fields: dict[str, Any] = {
+            "operation": self.operation,
+            "provider": self.provider,
+            "name": self.name,
+            "level": self.level,
+            "files": self.files,
+        }
+        return partial(type(self), **fields), ()
 
     @property
     def capability(self) -> Capability:
