@@ -31,7 +31,7 @@ from nsa_bench.options import (
     ThresholdOptions,
 )
 from nsa_bench.results import Output
-from nsa_core.environment import version_lines
+from nsa_core.environment import INTERRUPTED, version_lines
 from nsa_core.errors import NSAError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ app = App(
     help_epilogue="Exit codes: 0 done, 1 error, 2 a bad option.",
     version=lambda: version_lines(("nsa-bench", "nsa-core", "nsa-train", "nsa-kernels-triton", "torch", "triton")),
     version_format="plaintext",
+    suppress_keyboard_interrupt=False,
 )
 app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")
 NO_FILES = ResultFiles()
@@ -299,8 +300,9 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; expected errors end in a message, not a traceback."""
+    result: int | None
     try:
-        result: int | None = app(list(tokens), exit_on_error=False, result_action="return_value")
+        result = app(list(tokens), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         # cyclopts has printed what is wrong
         return OptionError.exit_code
@@ -310,6 +312,8 @@ def run_command(tokens: Iterable[str]) -> int:
     except NSAError as error:
         print(f"nsa-bench: {error.in_one_line()}", file=sys.stderr)
         return (OptionError if error.is_refusal else BenchError).exit_code
+    except KeyboardInterrupt:
+        result = INTERRUPTED
     except BrokenPipeError:
         # the reader closed the output; a flush at the end of the process would fail otherwise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,17 +1,43 @@
-"""The origin of a result: time, machine, versions and commit. Importing this module does not load torch."""
+"""The origin of a result: time, machine, versions and commit; and Ctrl-C while a command loads. Importing this module does not load torch."""
 
 import os
 import platform
+import signal
 import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 OURS = "nsa-"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, by convention of shells: 128 plus the number of SIGINT."""
+
+
+def end_quietly_while_loading(*modules: str) -> None:
+    """Let Ctrl-C end this process at once, with exit code 130 and no message, while one of `modules` is imported.
+
+    At other times it raises KeyboardInterrupt, as without this call. It also cannot be raised while torch is imported, because C code in torch
+    discards it. A signal that the caller's shell ignores stays ignored.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any(map(is_loading, modules)):
+            os._exit(INTERRUPTED)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def is_loading(module: str) -> bool:
+    """Return True while `module` is imported."""
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
 
 
 def describe_environment(packages: Iterable[str], folder: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The errors that end a command; each has the exit code that the command line returns. Imports no torch."""
 
+from nsa_core import environment
 from nsa_core.errors import NSAError
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, by convention of shells: 128 plus the number of SIGINT."""
+INTERRUPTED = environment.INTERRUPTED
 
 
 class TrainError(Exception):

@@ -292,3 +292,34 @@ def test_a_process_is_ended_while_it_imports_torch(tiny_recipe: Path, tmp_path: 
     assert process.returncode == code, err
     assert [line[: len("nsa-train: ")] for line in err.splitlines()] == ["nsa-train: "]
     assert not (tmp_path / "run").exists()
+
+
+SLOW_IMPORT = """
+import time
+print("loading", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    # as C code in torch does
+    raise ImportError("the interrupt is lost")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "line"),
+    [
+        ("cyclopts", ["preflight", "demo"], ""),
+        ("torch", ["preflight", "demo"], ""),
+        ("torch", ["run", "demo"], f"nsa-train: {WORDS[signal.SIGINT]}; nothing was lost; start again with --resume auto\n"),
+    ],
+)
+def test_ctrl_c_while_modules_load_prints_no_traceback(module: str, words: list[str], line: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    program = [sys.executable, "-m", "nsa_train", *words]
+    with subprocess.Popen(program, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, line)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from nsa_core.environment import is_loading
 from nsa_core.errors import NSAError
 from nsa_train.errors import (
     INTERRUPTED,
@@ -31,6 +32,7 @@ from nsa_train.errors import (
     exit_code_of,
 )
 from nsa_train.host.environment import ENVIRONMENT
+from nsa_train.lifecycle.console import warn
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
 """Environment variable of the workers with the directory for their reports."""
@@ -230,7 +232,12 @@ def _terminate(then: str, number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(then: str, number: int, frame: FrameType | None) -> NoReturn:
-    raise SignalledError(f"interrupted by Ctrl-C {then}", exit_code=INTERRUPTED)
+    message = f"interrupted by Ctrl-C {then}"
+    if is_loading("torch"):
+        # C code in torch would discard the error
+        warn(message)
+        os._exit(reported(INTERRUPTED, is_own=True))
+    raise SignalledError(message, exit_code=INTERRUPTED)
 
 
 def _dump_stacks(number: int, frame: FrameType | None) -> None:
