@@ -62,7 +62,7 @@ def test_rows_and_what_has_no_weights_may_change(tiny_run: RunDirectory, tiny_re
         ("model.dim=48", "model.safetensors does not fit this recipe: embedding.weight expected "),
         ("nsa.gate_hidden_size=4", "model.safetensors does not fit this recipe: "),
         ("model.attention=dense", "/step-5/config.toml\n"),
-        ("train.init_from=nowhere", "train.init_from='nowhere': "),
+        ("train.init_from=nowhere", "nsa-train: train.init_from='nowhere' holds no checkpoint "),
         ("train.init_from=3", "train.init_from=3 is not a non-empty string; use 'runs/short'"),
         ("train.init_from=", "train.init_from='' is not a non-empty string; use 'runs/short'"),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nsa_core.errors import NSAError
 from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.folders import ends_with, folder_config, folder_weights, model_tables, require_folder_weights
-from nsa_train.checkpoint.layout import CONFIG, MODEL, is_folder
+from nsa_train.checkpoint.layout import CONFIG, MODEL, is_folder, require_model
 from nsa_train.checkpoint.resuming import NO_CONVERSION
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_forms
@@ -59,6 +59,7 @@ def initial_weights(config: RunConfig) -> InitialWeights:
         ConfigError: if there are no weights, they are damaged, or they belong to another decoder.
     """
     path = Path(config.train.init_from or "")
+    require_model("train.init_from", path)
     try:
         return _of_folder(path, config) if is_folder(path) else _of_checkpoint(path, config)
     except (CheckpointError, ConfigError, NSAError) as error:

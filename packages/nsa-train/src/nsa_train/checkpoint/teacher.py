@@ -11,6 +11,7 @@ from nsa_core.decoder import Decoder
 from nsa_core.errors import NSAError
 from nsa_core.module import NativeSparseAttention
 from nsa_core.selection_loss import block_mass
+from nsa_train.checkpoint.layout import require_model
 from nsa_train.checkpoint.models import OpenedModel, open_model
 from nsa_train.data.tokenizer import build_tokenizer, reads_alike
 from nsa_train.errors import CheckpointError, ConfigError, DataError
@@ -70,6 +71,7 @@ def open_teacher(config: RunConfig, *, with_weights: bool = True, say: Callable[
         ConfigError: if there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
     """
     path = config.train.selection_teacher or ""
+    require_model("train.selection_teacher", Path(path))
     try:
         opened = open_model(Path(path), with_weights=with_weights, say=say)
         problems = list(_misfits(opened, config))
