@@ -188,6 +188,22 @@ def test_a_run_may_go_on_longer_but_not_with_another_model(root: Path) -> None:
     ]
 
 
+def test_a_run_does_not_go_on_with_a_geometry_that_its_weights_would_fit(root: Path) -> None:
+    point = resume_point(root)
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(point, _with(point.config, "nsa.window_size=64", "model.n_layers=3"))
+    assert str(caught.value).splitlines() == [
+        "model.n_layers=3 is not what step-2 was saved with (its weights would not fit); use --set model.n_layers=1",
+        "nsa.window_size=64 is not what step-2 was saved with (a resume continues the same model); use --set nsa.window_size="
+        f"{point.config.nsa.window_size}, or start a new run from these weights with --set train.init_from={point.path}",
+    ]
+    # the stride changes with the block sizes, none of them alone
+    geometry = "nsa.compression_block_size=6", "nsa.compression_stride=6", "nsa.selection_block_size=12"
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(point, _with(point.config, "nsa.compressor=mean", *geometry))
+    assert "nsa.compression_stride=6 is not what step-2 was saved with (its weights would not fit)" in str(caught.value)
+
+
 def test_a_run_does_not_go_on_with_other_rows_of_data(root: Path) -> None:
     point = resume_point(root)
     check_resumable(point, _with(point.config, "train.accumulate=4", "data.workers=3", "data.on_bad_record=skip", "data.prefetch=1"))

@@ -22,8 +22,8 @@ from nsa_train.parallel.world import here
 from nsa_train.settings.config import RunConfig, structure, unstructure
 from nsa_train.settings.structuring import listed_problems
 
-OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
-"""Tables and keys that must be equal, because otherwise the weights would not fit."""
+OF_MODEL = ("model", "nsa", "data.tokenizer")
+"""Tables and keys that must be equal: a resume continues the same run, also where another value would change no weight."""
 FREE = ("nsa.backends", "model.max_position")
 """Keys of those tables that may differ, because they change no weight: the backends of operations, and the length that an export states."""
 OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size", "train.seq_len")
@@ -96,14 +96,37 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         ConfigError: a line for each key that describes another model, or other rows of data.
     """
     saved, now = _fixed_keys(checkpoint.config), _fixed_keys(config)
-    problems = [
-        f"{key}={json.dumps(now.get(key))} is not what {checkpoint.path.name} was saved with ({_reason(key)}); "
-        + (f"use --set {key}={toml_value(saved[key])}" if key in saved else f"leave {key} out")
-        for key in sorted(set(saved) | set(now))
-        if saved.get(key) != now.get(key)
-    ]
+    differing = [key for key in sorted(set(saved) | set(now)) if saved.get(key) != now.get(key)]
+    problems = []
+    for key in differing:
+        keep = f"use --set {key}={toml_value(saved[key])}" if key in saved else f"leave {key} out"
+        reason = "its weights would not fit"
+        if key in OF_ROWS:
+            reason = "its position is one in other rows"
+        elif key == "nsa.kv":
+            reason = NO_CONVERSION
+        elif _keeps_weights(key, checkpoint.config, config):
+            reason = "a resume continues the same model"
+            keep += f", or start a new run from these weights with --set train.init_from={checkpoint.path}"
+        problems.append(f"{key}={json.dumps(now.get(key))} is not what {checkpoint.path.name} was saved with ({reason}); {keep}")
     if problems:
         raise ConfigError.of(problems)
+
+
+def _keeps_weights(key: str, saved: RunConfig, config: RunConfig) -> bool:
+    """Return True if the decoder of `saved` has weights of the same names and shapes with the value that `config` gives `key`."""
+    table, _, name = key.partition(".")
+    tables, given = unstructure(saved), unstructure(config)[table]
+    tables[table] = {field: value for field, value in tables[table].items() if field != name}
+    if name in given:
+        tables[table][name] = given[name]
+    try:
+        changed = undrawn_weights(structure(tables))
+    except ConfigError:
+        # the value breaks a rule together with the saved ones, so both decoders are compared
+        changed = undrawn_weights(config)
+    shapes = {field: weight.shape for field, weight in undrawn_weights(saved).items()}
+    return shapes == {field: weight.shape for field, weight in changed.items()}
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
@@ -177,11 +200,5 @@ def _no_generators(path: Path, error: Exception) -> CheckpointError:
 
 def _fixed_keys(config: RunConfig) -> Mapping[str, Any]:
     flat = {f"{table}.{key}": value for table, values in unstructure(config).items() for key, value in values.items()}
-    fixed = (*OF_WEIGHTS, *OF_ROWS)
+    fixed = (*OF_MODEL, *OF_ROWS)
     return {key: value for key, value in flat.items() if key not in FREE and (key in fixed or key.partition(".")[0] in fixed)}
-
-
-def _reason(key: str) -> str:
-    if key == "nsa.kv":
-        return NO_CONVERSION
-    return "its position is one in other rows" if key in OF_ROWS else "its weights would not fit"
