@@ -243,6 +243,8 @@ def test_help_version_and_wrong_arguments_need_no_torch(tmp_path):
         ["smoke", str(tmp_path)],
         ["choices", str(tmp_path / "nowhere")],
         ["choices", str(tmp_path)],
+        ["attention", "--selection", f"random,recorded:{tmp_path}/nowhere"],
+        ["attention", "--selection", f"recorded:{tmp_path}"],
         ["train", "no/such"],
         ["train", "demo", "--set", "train.stepz=3"],
         ["train", "demo", "--set", "lr=3"],

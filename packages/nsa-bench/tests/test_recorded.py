@@ -144,5 +144,5 @@ def test_a_file_that_holds_more_than_it_says_or_never_ends_is_refused(file: str,
     path.write_text(json.dumps({"recorded": table["recorded"] | {"shape": [1, 1, float("inf")]}}))
     with pytest.raises(OptionError, match=r"holds no recorded choices \(OverflowError"):
         read_recording(str(path))
-    with pytest.raises(OptionError, match=r"holds no recorded choices \(ValueError: no regular file\)"):
+    with pytest.raises(OptionError, match=r"holds no recorded choices \(no regular file\)"):
         read_recording("/dev/zero")

@@ -14,7 +14,15 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.errors import BenchError, OptionError, require_checkpoint, require_transformers, shipped_recipes, trainer_for
+from nsa_bench.errors import (
+    BenchError,
+    OptionError,
+    require_checkpoint,
+    require_recording,
+    require_transformers,
+    shipped_recipes,
+    trainer_for,
+)
 from nsa_bench.options import (
     AttentionOptions,
     CallShape,
@@ -69,6 +77,11 @@ def backends(
 @app.command
 def attention(*, files: ResultFiles = NO_FILES, options: AttentionOptions = AttentionOptions(), commit: Commit = None) -> int:
     """Time the operations, forward and backward, and the best dense attention; a wrong result gets no time."""
+    for name in (options.selection or "").split(","):
+        kind, _, path = name.partition(":")
+        if kind == "recorded" and path:
+            # a mistyped path is refused before torch is loaded
+            require_recording(path)
     from nsa_bench.attention.run import run_attention
 
     return _exit_of_measurements(run_attention(options, Output(files, commit)))

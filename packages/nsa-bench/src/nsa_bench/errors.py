@@ -70,6 +70,17 @@ def require_checkpoint(name: str, path: Path) -> None:
     require_checkpoint(name, path)
 
 
+def require_recording(path: str) -> None:
+    """Check that `path`, given as `--selection recorded:PATH`, is a regular file: reading a pipe or a device might never end.
+
+    Raises:
+        OptionError: if it is none.
+    """
+    if not Path(path).is_file():
+        found = "no regular file" if Path(path).exists() else "no such file"
+        raise OptionError(f"--selection=recorded:{path} holds no recorded choices ({found}); name a JSON file of nsa-bench choices")
+
+
 def shipped_recipes() -> Iterable[str]:
     """Return the names of nsa-train's recipes; no names if it is not installed."""
     if find_spec("nsa_train") is None:

@@ -23,7 +23,7 @@ from attrs import frozen
 from torch import Tensor
 
 from nsa_bench.cases import Case
-from nsa_bench.errors import OptionError
+from nsa_bench.errors import OptionError, require_recording
 from nsa_core import BlockGeometry
 from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
 from nsa_core.selection import choose_blocks
@@ -60,10 +60,8 @@ def read_recording(path: str) -> Recording:
     Raises:
         OptionError: if the file holds none.
     """
+    require_recording(path)
     try:
-        # reading a pipe or a device might never end
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("no regular file")
         table = json.loads(Path(path).read_text(encoding="utf-8"))["recorded"]
         shape = tuple(int(size) for size in table["shape"])
         if len(shape) != 3 or min(shape) < 1:
