@@ -3,10 +3,13 @@
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nsa_train.checkpoint.publish import whole
 from nsa_train.files import IrregularFileError, open_regular, parse_json, read_regular, refusal, written_whole
 
 pytestmark = pytest.mark.timeout(30)
@@ -66,3 +69,26 @@ def test_the_socket_of_a_process_that_listens_is_refused_too(tmp_path: Path) -> 
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
         assert "it is a socket" in refusal(tmp_path / "socket", 2**20)
+
+
+def _in_rust(aside: Path) -> Exception:
+    return RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    "full",
+    [lambda aside: OSError(28, "No space left on device"), lambda aside: OSError(28, "No space left on device", str(aside)), _in_rust],
+    ids=["no name", "the temporary name", "a library in Rust"],
+)
+@pytest.mark.parametrize("writing", [written_whole, whole])
+def test_a_full_disk_names_the_file_that_was_asked_for(writing: Any, full: Callable[[Path], Exception], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught, writing(tmp_path / "out") as aside:
+        raise full(aside)
+    assert (caught.value.errno, caught.value.filename, caught.value.filename2) == (28, str(tmp_path / "out"), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, written_whole(tmp_path / "out"):
+        (tmp_path / "other").read_text()
+    assert caught.value.filename == str(tmp_path / "other")

@@ -3,8 +3,10 @@
 Opening a named pipe would wait forever, and reading a device or a sparse file would fill the memory.
 """
 
+import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ MOST_RECORDS = 4 * 2**30
 """Bytes of a file that grows with every step: a heartbeat or a CSV table. Its lines are read one by one."""
 MOST_LINE = 16 * 2**20
 """Bytes of one line of such a file; reading ends at a longer one."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a write for which there is no room; Python's own message has no file name."""
 ASIDE = ".aside-"
 """Prefix of the name of a file that is being written; the file remains if the writer was killed."""
 _KINDS = {
@@ -110,15 +114,33 @@ def parse_json(content: bytes) -> Any:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write a file to; it is renamed to `path` if the block ends without an error.
 
-    An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed.
+    An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed. An error of the disk names `path`.
     """
     aside = path.with_name(f"{ASIDE}{path.name}")
     aside.unlink(missing_ok=True)
     try:
-        yield aside
-        aside.replace(path)
+        with naming(path, aside):
+            yield aside
+            aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path, aside: Path) -> Iterator[None]:
+    """Let an error of the disk in the block that names `aside`, or no file, name `path`, the file that was asked for.
+
+    Raises:
+        OSError: also for the error of a library in Rust (safetensors, tokenizers), whose text holds the system's number.
+    """
+    try:
+        yield
+    except Exception as error:
+        text, name = re.search(r"\(os error (\d+)\)", str(error)), getattr(error, "filename", None)
+        number = int(text[1]) if text else getattr(error, "errno", None)
+        if number and (text or str(name).startswith(str(aside)) or (name is None and number in FULL)):
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
 
 

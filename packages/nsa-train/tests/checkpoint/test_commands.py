@@ -132,6 +132,7 @@ def test_a_failed_export_leaves_no_debris(root: Path, tmp_path: Path, monkeypatc
         pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installed (an extra, nsa-train[hf])")
         monkeypatch.setattr("nsa_train.checkpoint.hugging_face.write_tensors", full)
     monkeypatch.setattr("nsa_train.checkpoint.tensors.write_tensors", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as caught:
         export(root, tmp_path / "out/model", kind)
+    assert caught.value.filename == str(tmp_path / "out/model")
     assert list((tmp_path / "out").iterdir()) == []

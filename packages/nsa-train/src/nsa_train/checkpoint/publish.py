@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nsa_train.checkpoint.layout import LATEST, step_folders, step_name
 from nsa_train.checkpoint.manifest import write_manifest
-from nsa_train.files import ASIDE
+from nsa_train.files import ASIDE, naming
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -122,12 +122,16 @@ def point_latest(root: Path, name: str) -> None:
 
 @contextmanager
 def whole(out: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder; it is renamed to `out` if the block ends without an error, else deleted."""
+    """Yield a temporary path for a file or folder; it is renamed to `out` if the block ends without an error, else deleted.
+
+    An error of the disk names `out`.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        yield aside
-        aside.rename(out)
+        with naming(out, aside):
+            yield aside
+            aside.rename(out)
     except BaseException:
         if aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
