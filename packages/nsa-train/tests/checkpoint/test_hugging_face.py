@@ -135,7 +135,11 @@ def test_an_imported_run_goes_on_from_the_weights(
     assert end.step == 3
     moved = load_model(end).state_dict()
     assert not torch.equal(moved["embedding.weight"], start["embedding.weight"])
-    assert len(RunDirectory(tmp_path / "run").training.read_text().splitlines()) == 4
+    run = RunDirectory(tmp_path / "run")
+    assert len(run.training.read_text().splitlines()) == 4
+    # the imported model is evaluated too, so that the losses before and after can be compared
+    assert [line.partition(",")[0] for line in run.validation.read_text().splitlines()] == ["step", "0", "3"]
+    assert (run.samples / "before.txt").is_file()
     # and it is exported again
     assert run_command(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / "again"), "--format", "hf"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")

@@ -233,6 +233,11 @@ class Patience:
         self.num_worse = 0
 
     @property
+    def has_observed(self) -> bool:
+        """True after the first evaluation with a finite loss."""
+        return not math.isinf(self.best)
+
+    @property
     def is_over(self) -> bool:
         """True once `most` evaluations in a row brought no better loss."""
         return 0 < self.most <= self.num_worse
@@ -244,7 +249,7 @@ class Patience:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, JSON-able."""
-        return {"best": None if math.isinf(self.best) else self.best, "num_worse": self.num_worse}
+        return {"best": self.best if self.has_observed else None, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""

@@ -163,7 +163,8 @@ class Trainer:
 
     def _run(self) -> dict[str, Any]:
         with self.stream:
-            if self.start == 0 and self.saved_at is None:
+            # an imported run has a checkpoint of step 0, but no evaluation
+            if self.start == 0 and not self.patience.has_observed:
                 self._write_samples("before.txt")
                 self._evaluate(0)
             for step in range(self.start + 1, self.config.train.steps + 1):
