@@ -24,7 +24,7 @@ from nsa_train.settings.config import RunConfig
 FUZZED_FAST, FUZZED_SLOW = 300, 10_000
 GOOD = [{"text": f"document {number} " * 3} for number in range(40)]
 BAD_LINES = {
-    b'{"text": "cut off': "is not JSON",
+    b'{"text": "cut off': "is not JSON (Unterminated string starting at column 10)",
     b'{"text": "a"} trailing': "is not JSON",
     b"": "is blank",
     b"   ": "is blank",

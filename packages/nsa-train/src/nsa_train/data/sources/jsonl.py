@@ -93,7 +93,7 @@ def record_of_line(path: Path, number: int, line: bytes) -> Record:
     try:
         value = json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:
-        return Bad(where, f"is not JSON ({error.msg} at column {error.colno})")
+        return Bad(where, f"is not JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
     # a number of too many digits ends in a ValueError, one that is nested too deeply ends in a RecursionError
     except (ValueError, RecursionError) as error:
         return Bad(where, f"is not JSON ({error})")
