@@ -201,7 +201,14 @@ def test_a_failure_is_told_by_the_runs_own_last_message(folders: list[TrialFolde
 )
 def test_the_end_of_a_trial_is_said_by_its_exit_code(folders: list[TrialFolder], code: int, word: str) -> None:
     folders[0].log.write_text("")
+    (folders[0].run.checkpoints / "step-3").mkdir(parents=True)
     assert running._ended(folders[0], code).startswith(f"{word} {folders[0].trial.name}")
+
+
+@pytest.mark.parametrize("code", [75, 130, -15])
+def test_a_trial_that_stops_without_a_checkpoint_is_not_called_saved(folders: list[TrialFolder], code: int) -> None:
+    folders[0].run.checkpoints.mkdir(parents=True)
+    assert running._ended(folders[0], code) == f"stopped {folders[0].trial.name} before it had anything to save"
 
 
 def test_a_directory_of_another_plan_is_refused_before_anything_is_written(plan_file: Path, folders: list[TrialFolder]) -> None:

@@ -16,6 +16,7 @@ from attrs import frozen
 from nsa_bench.ablate.plan import Trial
 from nsa_bench.errors import OptionError
 from nsa_bench.launching import environment_of_run, stopped_by_signals
+from nsa_train.checkpoint.layout import step_folders
 from nsa_train.errors import INTERRUPTED, TerminatedError, TrainError
 from nsa_train.files import written_whole
 from nsa_train.run_dir import RunDirectory
@@ -194,9 +195,9 @@ def _started(folder: TrialFolder, gpu: str | None) -> "subprocess.Popen[bytes]":
 def _ended(folder: TrialFolder, code: int) -> str:
     if code == 0:
         return f"finished {folder.trial.name}"
-    if code in SAVED:
+    if code in SAVED and step_folders(folder.run.checkpoints):
         return f"saved {folder.trial.name}"
-    if code == -signal.SIGTERM:
+    if code in (-signal.SIGTERM, *SAVED):
         return f"stopped {folder.trial.name} before it had anything to save"
     lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     # another process may write to the log too
