@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nsa_train.cli import run_command
+from nsa_train.data.position import VERSION
+from nsa_train.data.stream import check_state
 from nsa_train.errors import DataError, PeerError
 from nsa_train.loop.trainer import Trainer
 
@@ -47,6 +49,13 @@ def test_a_resume_on_a_file_with_an_edited_line_names_it_and_touches_nothing(
     assert before == files()
     (tmp_path / "a.jsonl").write_bytes(content)
     assert run_on("--resume", "--set", "train.steps=8") == 0
+
+
+def test_the_position_of_a_corpus_whose_content_changed_is_refused_with_both_ways_out() -> None:
+    state = {"version": VERSION, "fingerprint": {"content": "a1"}, "lanes": {}}
+    check_state(state, {"content": "a1"}, 0)
+    with pytest.raises(DataError, match=r"content was 'a1' and is 'b2'.; .* its files as they were, or start a new run in another --out$"):
+        check_state(state, {"content": "b2"}, 0)
 
 
 class _Stream:

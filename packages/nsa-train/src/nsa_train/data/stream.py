@@ -195,7 +195,10 @@ def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int)
         if merged["fingerprint"].get(key) != value
     ]
     if differing:
-        raise DataError(f"data: the position of the checkpoint belongs to other data ({'; '.join(differing)}); give the recipe of that run")
+        raise DataError(
+            f"data: the position of the checkpoint belongs to other data ({'; '.join(differing)}); "
+            "give the recipe of that run, and its files as they were, or start a new run in another --out"
+        )
     if sorted(merged["lanes"], key=int) != [str(number) for number in range(lanes)]:
         raise DataError(
             f"data: the checkpoint has the positions of {len(merged['lanes'])} of {lanes} rows (a part is missing); save with merge_states"
