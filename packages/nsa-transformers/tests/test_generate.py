@@ -508,6 +508,12 @@ def test_embedded_prompts_in_chunks_are_refused(tiny_model, prompt, has_ids):
             model.generate(**inputs, inputs_embeds=model.embedding(prompt), **options)
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_chunks_of_less_than_one_token_are_refused(tiny_model, prompt, size):
+    with pytest.raises(InputError, match=rf"prefill_chunk_size={size} \(the rule: an integer of at least 1\)"):
+        tiny_model().generate(prompt, prefill_chunk_size=size, **GREEDY)
+
+
 def test_prompts_that_are_no_tensor_are_refused(tiny_model, prompt):
     with pytest.raises(InputError, match="input_ids is a list"):
         tiny_model().generate(prompt.tolist(), **GREEDY)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_core.checks import is_size
 from nsa_core.errors import InputError
 from nsa_transformers.cache import NSAModelCache
 from nsa_transformers.layout import INTEGERS
@@ -171,9 +172,15 @@ def require_own_drafts(early_exit: int | None) -> None:
         )
 
 
-def require_ids_of_chunks(embedded: Any, chunk_size: int | None) -> None:
-    """Raise InputError if `embedded` tokens would be processed in chunks of `chunk_size`."""
-    if embedded is not None and chunk_size is not None:
+def require_chunks(chunk_size: Any, embedded: Any) -> None:
+    """Raise InputError if `chunk_size` is no integer above 0, or if `embedded` tokens would be processed in chunks."""
+    if chunk_size is None:
+        return
+    if not is_size(chunk_size, 1):
+        raise InputError(
+            f"prefill_chunk_size={chunk_size!r} (the rule: an integer of at least 1); use 1024, or None for the whole prompt at once"
+        )
+    if embedded is not None:
         raise InputError(
             f"prefill_chunk_size={chunk_size} came with inputs_embeds (Transformers cuts only input_ids into chunks); leave one of them out"
         )

@@ -21,7 +21,7 @@ from nsa_transformers.arguments import (
     require_batch,
     require_cache_position,
     require_cache_used,
-    require_ids_of_chunks,
+    require_chunks,
     require_kept,
     require_known_ids,
     require_labels,
@@ -349,7 +349,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             kwargs.get("inputs_embeds"),
         )
         require_batch(ids, embedded, self.config.hidden_size)
-        require_ids_of_chunks(embedded, kwargs.get("prefill_chunk_size", given.prefill_chunk_size))
+        require_chunks(kwargs.get("prefill_chunk_size", given.prefill_chunk_size), embedded)
         cache = kwargs.get("past_key_values")
         held = int(cache.get_seq_length()) if isinstance(cache, NSAModelCache) else 0
         tokens = ids if embedded is None else embedded
