@@ -22,8 +22,8 @@ INTERRUPTED = 130
 def end_quietly_while_loading(*modules: str) -> None:
     """Let Ctrl-C end this process at once, with exit code 130 and no message, while one of `modules` is imported.
 
-    At other times it raises KeyboardInterrupt, as without this call. It also cannot be raised while torch is imported, because C code in torch
-    discards it. A signal that the caller's shell ignores stays ignored.
+    At other times Ctrl-C raises KeyboardInterrupt, as without this call. While torch is imported, C code in torch would discard that error. If the
+    caller's shell ignores the signal, it stays ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
