@@ -7,7 +7,7 @@ import pytest
 
 
 class DependentLaunch:
-    """Watches every program: it must wait, and must not write or let the next launch start before it does."""
+    """Watches every program: it must wait, and must not write, count as arrived, or let the next launch start before it does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -15,8 +15,13 @@ class DependentLaunch:
         self.early_products = 0
         """Matrix products before a wait."""
 
-    def install(self, at_start: Callable[[], None], at_wait: Callable[[], None]) -> None:
-        """Call `at_start` where a program starts and `at_wait` at each of its waits, from here on."""
+    def install(
+        self, at_start: Callable[[], None], at_wait: Callable[[], None], may_store_early: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Call `at_start` where a program starts and `at_wait` at each of its waits, from here on.
+
+        A program may store before it waits if `may_store_early` returns True; it may never count as arrived before.
+        """
         import triton.language as tl
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -24,7 +29,7 @@ class DependentLaunch:
             self.has_waited = True
             at_wait()
 
-        def before(name: str, call: Callable[[], None]) -> None:
+        def before(name: str, call: Callable[[], Any]) -> None:
             method = getattr(InterpreterBuilder, name)
 
             def watched(builder: Any, *arguments: Any, **options: Any) -> Any:
@@ -43,8 +48,9 @@ class DependentLaunch:
 
         before("set_grid_idx", start)
         before("create_dot", count)
-        for name in ("create_store", "create_masked_store", "create_atomic_rmw"):
-            before(name, self.check)
+        for name in ("create_store", "create_masked_store"):
+            before(name, lambda: may_store_early() or self.check())
+        before("create_atomic_rmw", self.check)
         self.monkeypatch.setattr(tl.extra.cuda, "gdc_wait", wait)
         self.monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
 

@@ -1,6 +1,7 @@
 """The three launches of a step over a cache, against the reference branch by branch."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import attrs
@@ -124,6 +125,16 @@ def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch, slices: i
     monkeypatch.setattr(op, "SLICES", slices)
 
 
+WINDOW_IN = pytest.mark.parametrize("window_in", ["first", "third"], ids=lambda launch: f"window in the {launch} launch")
+
+
+def read_windows_in(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every window in the first or in the third launch, whatever the number of rows."""
+    monkeypatch.setattr(op, "LATE_ROWS", range(1, 10**6) if launch == "third" else range(0))
+    # cuts that were made with other rows are not found
+    monkeypatch.setattr(op, "cut_of", lru_cache(op.cut_of.__wrapped__))
+
+
 CASES = {
     "one row": Case(),
     "one program": Case(multiprocessors=1),
@@ -151,14 +162,30 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+LATE = ("one row", "rows of a draft", "an empty sequence", "group of 40", "heads in two parts", "default geometry", "four slices", "bf16")
+"""The cases that also run with the window in the third launch."""
+
+
+@pytest.mark.parametrize(
+    ("name", "window_in"),
+    [
+        pytest.param(name, launch, id=f"{name}, {launch}")
+        for launch in ("first", "third")
+        for name in (CASES if launch == "first" else LATE)
+    ],
+)
 def test_a_step_equals_the_branches_one_by_one(
-    case: Case, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
+    name: str, window_in: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
 ) -> None:
+    case = CASES[name]
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    read_windows_in(window_in, monkeypatch)
     step = make_step(case)
     assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
     assert [name for name, _grid, _constants in launched] == list(LAUNCHES)
+    (_split, _, split), _choose, (_attend, _, attend) = launched
+    assert (split["WIN_SPLITS"] > 0) == (window_in == "first")
+    assert (attend["WIN_SPLITS"] > 0) == (window_in == "third")
 
 
 @pytest.mark.parametrize(
@@ -215,10 +242,19 @@ def with_dependent_launch(monkeypatch: pytest.MonkeyPatch, most_early_pairs: int
 @pytest.mark.parametrize("starts_early", [False, True], ids=["behind append", "early"])
 @pytest.mark.parametrize("place", ["rows", "ring", "pages"])
 @pytest.mark.parametrize("case", [Case(counts=(5, 0, 3)), Case(multiprocessors=8, starts=(100, 37, 91))], ids=["drafts", "shared programs"])
+@WINDOW_IN
 def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
-    case: Case, place: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch, dependent_launch: Any
+    case: Case,
+    place: str,
+    starts_early: bool,
+    window_in: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dependent_launch: Any,
+    launched: list[tuple[str, tuple[int, ...], dict[str, Any]]],
 ) -> None:
+    """The third launch starts after all programs of the first have waited for `append`, so it may read keys of this step at once."""
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    read_windows_in(window_in, monkeypatch)
     with_dependent_launch(monkeypatch, most_early_pairs=1000 if starts_early else 0)
     put = PLACES.get(place, lambda step, case: step)
     whole = make_step(case)
@@ -233,11 +269,22 @@ def test_a_program_reads_new_rows_and_writes_only_behind_its_wait(
             held.k.copy_(written.k)
             held.v.copy_(written.v)
 
-    dependent_launch.install(at_start=lambda: hold(before), at_wait=lambda: hold(after))
+    early_products: dict[str, int] = {}
+
+    def reads_late() -> bool:
+        return launched[-1][0] == "attend_kernel" and window_in == "third"
+
+    def start() -> None:
+        early_products.setdefault(launched[-1][0], dependent_launch.early_products)
+        hold(after if reads_late() else before)
+
+    dependent_launch.install(at_start=start, at_wait=lambda: hold(after), may_store_early=reads_late)
     found = by_the_kernels(step, case.geometry)
     dependent_launch.check()
     assert_same(found, by_the_reference(whole, case.geometry))
-    assert (dependent_launch.early_products > 0) == starts_early
+    before_the_third = early_products["attend_kernel"]
+    assert (before_the_third > 0) == starts_early
+    assert (dependent_launch.early_products > before_the_third) == (window_in == "third")
 
 
 def test_a_step_over_copies_does_not_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +377,13 @@ PLACES: dict[str, Callable[[Step, Case], Step]] = {
 
 @pytest.mark.parametrize("counts", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (5, 0, 3)], ids=str)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@WINDOW_IN
+def test_keys_may_lie_anywhere(
+    place: Callable[[Step, Case], Step], counts: tuple[int, ...], window_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(counts=counts)
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    read_windows_in(window_in, monkeypatch)
     step = make_step(case)
     found, expected = by_the_kernels(place(step, case), SMALL), by_the_reference(step, SMALL)
     if place(step, case).queries.cu_seqlens is not None:
@@ -344,9 +395,11 @@ def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tupl
     assert_same(found, expected)
 
 
-def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+@WINDOW_IN
+def test_keys_before_the_first_row_of_a_tail_are_absent(window_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(starts=(14, 37, 90), counts=(2, 1, 3))
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    read_windows_in(window_in, monkeypatch)
     step = as_a_tail(make_step(case), case)
     win = step.win
     assert win.first is not None
@@ -357,9 +410,11 @@ def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
-def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@WINDOW_IN
+def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, window_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=(3, 1, 2))
     on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    read_windows_in(window_in, monkeypatch)
     step = make_step(case)
     if is_paged:
         step = in_pages(step, case)
@@ -393,14 +448,21 @@ def test_the_programs_of_a_launch_run_at_once_whatever_the_batch() -> None:
     at_once = 132 * op.PROGRAMS_PER_MULTIPROCESSOR
     for rows in range(1, 4 * at_once):
         splits = op.Splits.of(132, rows, rows, BlockGeometry())
-        assert min(splits[:3]) >= 1
+        assert min(splits.cmp, splits.slc, splits.win + splits.late_win) >= 1
+        assert 0 in (splits.win, splits.late_win)
         assert splits.win_from in (0, splits.cmp)
-        for programs in (max(splits.cmp, splits.win_from + splits.win), splits.slc):
-            assert programs * rows <= max(at_once, rows)
+        # programs of chosen blocks wait until windows are read
+        for programs, most in (
+            (max(splits.cmp, splits.win_from + splits.win), at_once),
+            (splits.slc, at_once),
+            (splits.late_win, at_once // 2),
+        ):
+            assert programs * rows <= max(most, rows)
 
 
 @pytest.mark.parametrize("rows_of_tile", [2, 4, 8, 16])
-def test_windows_of_many_rows_leave_the_compressed_keys_half_of_the_programs(rows_of_tile: int) -> None:
+def test_windows_of_many_rows_leave_the_compressed_keys_half_of_the_programs(rows_of_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "LATE_ROWS", range(0))
     at_once = 132 * op.PROGRAMS_PER_MULTIPROCESSOR
     for tiles in range(1, at_once):
         splits = op.Splits.of(132, tiles, rows_of_tile * tiles, BlockGeometry())

@@ -1,11 +1,11 @@
 """Kernels of Eq. 5 for a few rows of each sequence over stores: three launches, each split so that the whole GPU works.
 
-1. `split_kernel` divides the compressed keys and the window into splits. Each split writes a partial output with its maximum and sum. Splits of the
-   compressed branch also write each head's weights summed by block, relative to the maximum when they were computed.
+1. `split_kernel` divides the compressed keys, and in most steps the window, into splits. Each split writes a partial output with its maximum and
+   sum. Splits of the compressed branch also write each head's weights summed by block, relative to the maximum when they were computed.
 2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Meanwhile its other programs
    merge the partial outputs of the compressed branch and of the window, and add both branches, times their gates.
 3. `attend_kernel` divides the chosen blocks into splits. The last split of a row to finish merges their partial outputs and adds the result,
-   times its gate, to the sum of the other two branches.
+   times its gate, to the sum of the other two branches. For some numbers of rows (`op.LATE_ROWS`) this launch also reads and merges the window.
 
 A tile of keys has SLICES parts, one for each warp: every warp has its own softmax, and warps exchange data only when a split ends.
 
@@ -15,7 +15,8 @@ position is.
 
 With PDL (programmatic dependent launch), a launch starts when the last programs of the previous launch end; `attend_kernel` starts while
 `choose_kernel` runs. Programs read the results of the previous launch only after `gdc_wait`. Every program calls it, so that a launch ends after
-the previous one. `split_kernel` does not let the next launch start earlier, because waiting programs would take the slots of programs that read.
+the previous one. When `attend_kernel` starts, `split_kernel` has ended, and `append` before it, so it need not wait for the window's keys.
+`split_kernel` does not let the next launch start earlier, because waiting programs would take the slots of programs that read.
 With STARTS_EARLY, `split_kernel` itself starts while `append` runs, and reads keys of earlier steps: see `launch.MOST_EARLY_PAIRS`.
 """
 
@@ -59,12 +60,15 @@ def _store_rows(sequence, positions, mask, table_ptr, first_ptr, num_rows, num_p
 
 @triton.jit
 def _load_keys(base_ptr, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Return columns FIRST .. FIRST + WIDTH - 1 of the rows at element offsets `rows` (slices, keys); 0 beyond NUM_COLUMNS and where masked."""
+    """Return columns FIRST .. FIRST + WIDTH - 1 of the rows at element offsets `rows` (slices, keys); 0 beyond NUM_COLUMNS and where masked.
+
+    They are read from L2, because `attend_kernel` reads keys of this step before it waits.
+    """
     columns = FIRST + tl.arange(0, WIDTH)
     ptrs = base_ptr + rows[:, :, None] + columns[None, None, :]
     if FIRST + WIDTH > NUM_COLUMNS:
-        return tl.load(ptrs, mask=mask[:, :, None] & (columns < NUM_COLUMNS)[None, None, :], other=0.0)
-    return tl.load(ptrs, mask=mask[:, :, None], other=0.0)
+        return tl.load(ptrs, mask=mask[:, :, None] & (columns < NUM_COLUMNS)[None, None, :], other=0.0, cache_modifier=".cg")
+    return tl.load(ptrs, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -463,20 +467,25 @@ def choose_kernel(
 @CachedLaunch
 @triton.jit
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
     indices_ptr, gates_ptr, outs_ptr, maxima_ptr, sums_ptr, counters_ptr, out_ptr,
-    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, factor,
+    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, win_rows, win_pages, win_table_width, win_end, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDTH: tl.constexpr,
-    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    FIRST_SLOT: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    FIRST_SLOT: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, WIN_SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr,
+    STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to SLOTS blocks that one query chose; the last program of a query writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
+    """Attend to SLOTS blocks that one query chose, or to one split of its window; the last program of a query writes the output.
 
-    Partial outputs go to the slots from FIRST_SLOT on; slot FIRST_SLOT - 1 holds the sum of the other branches. `choose_kernel` has written
-    the output of invalid rows. Partial outputs are always added in the same order, whichever program is last.
+    Grid (N * G, queries * HEAD_TILES, WIN_SPLITS + SLC_SPLITS). Partial outputs go to the slots from FIRST_SLOT on, those of the window first;
+    slot FIRST_SLOT - 1 holds the sum of the other branches. `choose_kernel` has written the output of invalid rows. Partial outputs are always
+    added in the same order, whichever program is last.
+
+    WIN_SPLITS is 0 if `split_kernel` reads the window. Otherwise the programs of the window run while `choose_kernel` runs: `append` ended
+    before `split_kernel` did, so they wait only before they count as arrived.
     """
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
@@ -492,40 +501,55 @@ def attend_kernel(
     in_group = head_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = in_group < HG
     heads = row * H + group * HG + in_group
-    slices = tl.arange(0, SLICES)
-    q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    slots = split * SLOTS + tl.arange(0, PADDED_SLOTS)
-    is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
-    chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
-    in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
-    PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
-    acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-    for part in tl.range(0, SLOTS * PARTS, num_stages=STAGES):
-        block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
-        in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
-        keys = block * SELECTION_SIZE + in_block
-        # no scalar in a mask, because Triton 3.9's interpreter turns it into a number
-        is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, end_of_store - 1))
-        key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
-        acc1, acc2, row_max, row_sum, _weights = _fold(
-            q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
-            G, D_K, K1, K2, D_V, V1, V2, EXACT,
+    if split < WIN_SPLITS:
+        _window_split(
+            q_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr, outs_ptr, maxima_ptr, sums_ptr,
+            sequence, group, row, start, query, head_tile, split, num_heads_of_rows, win_rows, win_pages, win_table_width, win_end, factor,
+            H, G, D_K, K1, K2, D_V, V1, V2, WINDOW, RING, EXACT, WIN_SPLITS, FIRST_SLOT, BLOCK_ROWS, WIN_SLICES, SLICE_KEYS, WIN_STAGES, False,
         )  # fmt: skip
-    _store_partial(
-        outs_ptr, maxima_ptr, sums_ptr, FIRST_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
-    )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    else:
+        slices = tl.arange(0, SLICES)
+        q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        slots = (split - WIN_SPLITS) * SLOTS + tl.arange(0, PADDED_SLOTS)
+        is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
+        chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
+        in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+        PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
+        acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+        for part in tl.range(0, SLOTS * PARTS, num_stages=STAGES):
+            block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
+            in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
+            keys = block * SELECTION_SIZE + in_block
+            # no scalar in a mask, because Triton 3.9's interpreter turns it into a number
+            is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, end_of_store - 1))
+            key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
+            acc1, acc2, row_max, row_sum, _weights = _fold(
+                q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
+                G, D_K, K1, K2, D_V, V1, V2, EXACT,
+            )  # fmt: skip
+        _store_partial(
+            outs_ptr, maxima_ptr, sums_ptr, FIRST_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
+        )  # fmt: skip
     # every warp's partial output is written before the program counts as arrived
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 1, sem="acq_rel", scope="gpu")
-    if arrived == SPLITS - 1:
+    if arrived == WIN_SPLITS + SLC_SPLITS - 1:
         columns = tl.arange(0, WIDTH)
         mask = exists[:, None] & (columns < D_V)[None, :]
         others = outs_ptr + (((FIRST_SLOT - 1) * wide(num_heads_of_rows) + heads) * D_V)[:, None]
         total = tl.load(others + columns[None, :], mask=mask, other=0.0)
+        # the order of the gates: cmp, slc, win
+        gates = gates_ptr + 3 * heads
+        if WIN_SPLITS > 0:
+            total += _gated(
+                outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows, FIRST_SLOT, WIN_SPLITS, D_V, WIDTH, EXACT
+            )  # fmt: skip
         total += _gated(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * heads + 1, heads, exists, num_heads_of_rows, FIRST_SLOT, SPLITS, D_V, WIDTH, EXACT
+            outs_ptr, maxima_ptr, sums_ptr, gates + 1, heads, exists, num_heads_of_rows, FIRST_SLOT + WIN_SPLITS, SLC_SPLITS, D_V, WIDTH, EXACT
         )  # fmt: skip
         tl.store(out_ptr + (heads * D_V)[:, None] + columns[None, :], cast(total, out_ptr.dtype.element_ty), mask=mask)
 

@@ -25,6 +25,10 @@ LEAST_ALONE = 8
 """With at least this many programs per tile of rows, some may take only the window; with fewer, each takes a share of both."""
 WINDOW_SHARE = 5
 """If some programs take only the window, at most one in this many programs of a row does."""
+LATE_ROWS = range(8, 129)
+"""For these numbers of rows (queries times KV heads), the third launch reads the window, while the second one chooses."""
+MOST_LATE_SPLITS = 2
+"""Maximum splits of a window in the third launch."""
 MOST_SLC_SPLITS = 16
 """Maximum splits of the chosen blocks: the last program to finish merges them, one after another."""
 LEAST_TILES = 2
@@ -53,6 +57,9 @@ class Splits(NamedTuple):
 
     cmp: int
     win: int
+    """Splits of the window in the first launch, or 0."""
+    late_win: int
+    """Splits of the window in the third launch, or 0."""
     slc: int
     win_from: int
     """Number of the first program of a tile that takes a split of the window: `cmp` if the window has its own programs, else 0."""
@@ -66,18 +73,21 @@ class Splits(NamedTuple):
         """
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         cmp, wanted = max(1, programs // num_tiles), max(1, programs // num_rows)
-        win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), wanted)
-        # the window is short compared with the compressed keys of a long sequence
-        short_win = min(win, max(1, wanted // WINDOW_SHARE))
-        left = (programs - short_win * num_rows) // num_tiles
-        # a tile of several rows and few heads has a window for each row; their programs may leave too few for the compressed keys
-        is_alone = cmp >= LEAST_ALONE and 2 * left > cmp
-        if is_alone:
-            cmp, win = left, short_win
+        win, late_win, is_alone = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), wanted), 0, False
+        if num_rows in LATE_ROWS:
+            win, late_win = 0, min(MOST_LATE_SPLITS, win, max(1, wanted // 2))
+        else:
+            # the window is short compared with the compressed keys of a long sequence
+            short_win = min(win, max(1, wanted // WINDOW_SHARE))
+            left = (programs - short_win * num_rows) // num_tiles
+            # a tile of several rows and few heads has a window for each row; their programs may leave too few for the compressed keys
+            is_alone = cmp >= LEAST_ALONE and 2 * left > cmp
+            if is_alone:
+                cmp, win = left, short_win
         cmp = min(cmp, MOST_SPLITS)
         slots, of_block = geometry.num_selected_blocks, cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
-        tiles = max(LEAST_TILES, cdiv(slots * of_block, min(wanted, MOST_SLC_SPLITS)))
-        return cls(cmp, win, cdiv(slots, max(1, tiles // of_block)), cmp if is_alone else 0)
+        tiles = max(LEAST_TILES, cdiv(slots * of_block, min(max(1, wanted - late_win), MOST_SLC_SPLITS)))
+        return cls(cmp, win, late_win, cdiv(slots, max(1, tiles // of_block)), cmp if is_alone else 0)
 
 
 class StepSizes(NamedTuple):
@@ -229,13 +239,15 @@ def cut_of(sizes: StepSizes) -> Cut:
         "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
     }  # fmt: skip
     reach = geometry.compression_block_size // geometry.compression_stride
+    slc_tiles = Tiles.of(sizes, sizes.slc, SLICE_KEYS, sizes.most_slices)
     # a program has as many warps as its tiles have slices
-    win_tiles = Tiles.of(sizes, sizes.win, SLICE_KEYS, tiles.slices)
+    win_tiles = Tiles.of(sizes, sizes.win, SLICE_KEYS, slc_tiles.slices if splits.late_win else tiles.slices)
+    window = {"WINDOW": geometry.window_size, "RING": sizes.is_ring, "WIN_SLICES": win_tiles.slices, "WIN_STAGES": win_tiles.stages}
     split = dict(
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        WINDOW=geometry.window_size, RING=sizes.is_ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_FROM=splits.win_from,
-        HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS,
-        num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, STARTS_EARLY=sizes.starts_early, **both, **attends,
+        CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_FROM=splits.win_from, HEAD_TILES=head_tiles, SLICES=tiles.slices,
+        SLICE_BLOCKS=slice_blocks, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices, STAGES=tiles.stages, STARTS_EARLY=sizes.starts_early,
+        **window, **both, **attends,
     )  # fmt: skip
     choosers = max(1, min(CHOOSERS, next_power_of_2(num_blocks) // LEAST_CHOOSER_BLOCKS))
     padded_tops = next_power_of_2(cdiv(num_tops, choosers))
@@ -250,20 +262,19 @@ def cut_of(sizes: StepSizes) -> Cut:
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks), CHOOSERS=choosers,
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
     )  # fmt: skip
-    slc_tiles = Tiles.of(sizes, sizes.slc, SLICE_KEYS, sizes.most_slices)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
     attend = dict(
-        WIDTH=width, FIRST_SLOT=splits.cmp + splits.win + 1, SPLITS=splits.slc, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots),
-        HEAD_TILES=head_tiles, SLICES=slc_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=slc_tiles.slices, STAGES=slc_tiles.stages,
-        **both, **attends,
+        WIDTH=width, FIRST_SLOT=splits.cmp + splits.win + 1, WIN_SPLITS=splits.late_win, SLC_SPLITS=splits.slc, SLOTS=slots,
+        PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, SLICES=slc_tiles.slices, SLICE_KEYS=SLICE_KEYS, STAGES=slc_tiles.stages,
+        num_warps=slc_tiles.slices, **window, **both, **attends,
     )  # fmt: skip
     return Cut(
-        splits.cmp + splits.win + 1 + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
+        splits.cmp + splits.win + 1 + splits.late_win + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
         choosers * padded_tops * slice_blocks if choosers > 1 else 0,
-        Launch((num_pairs, max(splits.cmp, splits.win_from + splits.win), max(row_tiles, num_queries)), split),
+        Launch((num_pairs, max(splits.cmp, splits.win_from + splits.win), max(row_tiles, num_queries if splits.win else 1)), split),
         # one axis, because CUDA limits the others to 65,535
         Launch((num_rows * num_groups * parts,), choose),
-        Launch((num_pairs, num_queries, splits.slc), attend),
+        Launch((num_pairs, num_queries, splits.late_win + splits.slc), attend),
     )  # fmt: skip
 
 
@@ -293,8 +304,9 @@ def _decode(
         importance, arrivals = scratch(batch * length, num_groups, cut.num_summed), counters.new_empty(batch * length, num_groups)
     factor = score_factor(q, scale)
     in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
+    of_win = (win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first)
     kernels.split_kernel[cut.split.grid](
-        q, cmp.k, cmp.v, cmp.page_table, win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first,
+        q, cmp.k, cmp.v, cmp.page_table, *of_win,
         queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops, arrivals,
         length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, cut.num_positions), *in_win,
         num_blocks, num_tops, factor, **cut.split.constants,
@@ -304,8 +316,8 @@ def _decode(
         length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops, **cut.choose.constants,
     )  # fmt: skip
     kernels.attend_kernel[cut.attend.grid](
-        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
-        indices, gates, outs, maxima, sums, counters, out, length, rows_of_heads, *in_slc, factor, **cut.attend.constants,
+        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, *of_win, queries.cu_seqlens, queries.start, queries.count,
+        indices, gates, outs, maxima, sums, counters, out, length, rows_of_heads, *in_slc, *in_win, factor, **cut.attend.constants,
     )  # fmt: skip
     return out, indices
 
