@@ -11,7 +11,6 @@ import triton.language as tl
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
     EXTREME,
-    EXTREME_SHIFT,
     count_bits,
     cut,
     dot,
@@ -80,8 +79,6 @@ def scores_kernel(
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
     shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT, EXTREME)
-    is_extreme = (tl.abs(shift) >= EXTREME_SHIFT) & (tl.abs(shift) < float("inf"))
-    any_extreme = tl.max(is_extreme.to(tl.int32), 0)
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 
@@ -116,10 +113,8 @@ def scores_kernel(
             k2 = load_columns(tile_ptr, in_tile * (G * D_K), key_mask, K1, K2, D_K, True)
             products = dot(k2, tl.trans(q2), products)
         is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
-        weights = tl.where(is_visible, exponential(products * factor - shift[None, :], EXACT), 0.0)
-        if any_extreme != 0:
-            # `shift_of` lowers the shifts of a group's heads by different amounts; the cut makes each head's largest weight 1 again
-            weights = cut(weights, tl.where(is_extreme, 1.0, float("inf"))[None, :])
+        # `shift_of` lowers extreme shifts of a group's heads by different amounts; the cut makes each head's largest weight 1 again
+        weights = tl.where(is_visible, cut(exponential(products * factor - shift[None, :], EXACT), 1.0), 0.0)
         shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
         shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
         shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))
