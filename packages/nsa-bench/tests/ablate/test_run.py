@@ -205,6 +205,12 @@ def test_the_end_of_a_trial_is_said_by_its_exit_code(folders: list[TrialFolder],
     assert running._ended(folders[0], code).startswith(f"{word} {folders[0].trial.name}")
 
 
+def test_a_trained_trial_that_is_stopped_while_it_is_evaluated_goes_on_from_its_checkpoint(folders: list[TrialFolder]) -> None:
+    for step in (1000, 400):
+        (folders[0].run.checkpoints / f"step-{step}").mkdir(parents=True)
+    assert running._ended(folders[0], -15) == f"stopped {folders[0].trial.name}; it goes on from step 1000"
+
+
 @pytest.mark.parametrize("code", [75, 130, -15])
 def test_a_trial_that_stops_without_a_checkpoint_is_not_called_saved(folders: list[TrialFolder], code: int) -> None:
     folders[0].run.checkpoints.mkdir(parents=True)

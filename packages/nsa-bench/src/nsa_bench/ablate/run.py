@@ -195,10 +195,11 @@ def _started(folder: TrialFolder, gpu: str | None) -> "subprocess.Popen[bytes]":
 def _ended(folder: TrialFolder, code: int) -> str:
     if code == 0:
         return f"finished {folder.trial.name}"
-    if code in SAVED and step_folders(folder.run.checkpoints):
-        return f"saved {folder.trial.name}"
     if code in (-signal.SIGTERM, *SAVED):
-        return f"stopped {folder.trial.name} before it had anything to save"
+        if not (steps := step_folders(folder.run.checkpoints)):
+            return f"stopped {folder.trial.name} before it had anything to save"
+        # SIGTERM itself ends a trial that loads modules, or that evaluates its trained model
+        return f"saved {folder.trial.name}" if code in SAVED else f"stopped {folder.trial.name}; it goes on from step {max(steps)}"
     lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     # another process may write to the log too
     said = [line for line in lines if line.startswith("nsa-train: ")] or lines or ["it said nothing"]
