@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,9 +15,11 @@ from nsa_bench.ablate import run as running
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.cli import run_command
 from nsa_bench.errors import BenchError
+from nsa_bench.needle import evaluate
 from nsa_bench.needle.plan import load_plan
 from nsa_bench.needle.run import minutes_until, read_cells, train_and_evaluate
 from nsa_bench.needle.table import needle_table
+from nsa_train.lifecycle.outcomes import handled
 from nsa_train.run_dir import RunDirectory
 
 
@@ -70,6 +74,31 @@ def test_after_the_minutes_no_other_arm_begins(plan_file: Path, monkeypatch: pyt
     said: list[str] = []
     assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append, after_each=ignore)
     assert [line for line in said if line.startswith("started")] == ["started nsa_stage=1_seed=0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_during_an_evaluation_leaves_its_length_to_the_next_call(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    for stage in plan.arms[0].stages:
+        TrialFolder(out, stage).run.root.mkdir(parents=True)
+        TrialFolder(out, stage).judged.touch()
+
+    def cells(self: Any, length: int) -> list[Any]:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+        raise AssertionError(f"the signal did not end the evaluation of {length} tokens")
+
+    monkeypatch.setattr(evaluate.Evaluation, "__init__", lambda *_: None)
+    monkeypatch.setattr(evaluate.Evaluation, "cells", cells)
+    monkeypatch.setattr("nsa_bench.needle.run.prepare", lambda stages, root: [TrialFolder(root, stage) for stage in stages])
+    said: list[str] = []
+    # a failure of this test must not end the process of all tests
+    with handled({one: lambda *_: pytest.fail(f"{number.name} was left to the system") for one in (signal.SIGTERM, signal.SIGHUP)}):
+        assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore)
+    assert said[-1] == "stopped: the length that was being evaluated is left for the next call"
+    assert not list(read_cells(plan, plan.arms[0], out))
 
 
 def test_an_arm_whose_stage_fails_leaves_the_others(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

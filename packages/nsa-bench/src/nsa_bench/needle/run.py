@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import BenchError
+from nsa_bench.launching import stopped_by_signals
 from nsa_bench.needle.plan import Arm, Cell, NeedlePlan
 from nsa_train.files import written_whole
 from nsa_train.settings.config import listed
@@ -29,8 +30,8 @@ def train_and_evaluate(
     """Train the unfinished stages of a plan's `arms`, then evaluate the grid; return whether all results exist.
 
     `after_each` is called when a stage has ended and when a length has been evaluated.
-    After `minutes`, at Ctrl-C and at SIGTERM a stage saves and ends, and an evaluation ends after a length; the next call continues. An
-    arm whose stage fails is not trained further; its log says why.
+    After `minutes`, at Ctrl-C, SIGTERM and SIGHUP a stage saves and ends. An evaluation ends after a length when the minutes are over, and
+    at once at a signal. The next call continues. An arm whose stage fails is not trained further; its log says why.
 
     Raises:
         OptionError: if a run below `out` was begun with another recipe.
@@ -38,17 +39,18 @@ def train_and_evaluate(
     folders = {arm: prepare(arm.stages, out) for arm in arms}
     end = None if minutes is None else time.monotonic() + 60 * minutes
     try:
-        for arm in arms:
-            # one at a time: each begins with the weights of the previous one
-            if not run_trials(folders[arm], side_by_side=1, minutes=minutes_until(end), say=say, after_each=after_each):
-                return False
-            if not all(folder.judged.is_file() for folder in folders[arm]):
-                continue
-            for left in _evaluated(plan, arm, out, say):
-                after_each()
-                if left and minutes_until(end) == 0:
-                    say(f"the minutes are over: {arm.name} has {left} lengths left for the next call")
+        with stopped_by_signals():
+            for arm in arms:
+                # one at a time: each begins with the weights of the previous one
+                if not run_trials(folders[arm], side_by_side=1, minutes=minutes_until(end), say=say, after_each=after_each):
                     return False
+                if not all(folder.judged.is_file() for folder in folders[arm]):
+                    continue
+                for left in _evaluated(plan, arm, out, say):
+                    after_each()
+                    if left and minutes_until(end) == 0:
+                        say(f"the minutes are over: {arm.name} has {left} lengths left for the next call")
+                        return False
     except KeyboardInterrupt:
         say("stopped: the length that was being evaluated is left for the next call")
         return False
