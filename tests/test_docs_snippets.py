@@ -184,6 +184,15 @@ def test_a_command_that_installs_from_a_checkout_passes(line):
     assert not NOT_RELEASED.search(line)
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_a_page_with_the_first_command_has_its_size_and_time(name):
+    install = (ROOT / "docs/how-to/install.md").read_text()
+    size = re.search(r"Size: (\S+ GB) of downloads and (\S+ GB) on disk", install)
+    time = re.search(r"Time: (.+? minutes) on two cores", install)
+    text = " ".join((ROOT / name).read_text().split())
+    assert [figure for figure in (*size.groups(), time[1], "https://download.pytorch.org/whl/cpu") if figure not in text] == []
+
+
 def test_every_python_block_stands_where_it_is_found():
     # an indented or differently marked block would be silently left out
     for page in PAGES:
