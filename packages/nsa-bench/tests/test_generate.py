@@ -21,6 +21,8 @@ from nsa_bench.generate import (
 )
 from nsa_bench.options import GenerateOptions
 from nsa_core.decoder import Decoder
+from nsa_train.model.decoder import sizes_of
+from nsa_train.settings.recipe import load_config
 
 CPU = torch.device("cpu")
 SIZES = {"shapes": "4/2/16/16", "hidden": 32, "layers": 2, "vocab": 40, "geometry": "8/4/16/4/24", "new": 3}
@@ -43,6 +45,13 @@ def test_all_ways_generate_and_are_written(tmp_path: Path, capsys: pytest.Captur
         assert (row["ms_prompt"] == "") == (way in ("nsa graph", "dense graph"))
         assert row["kernel"] == ("torch math" if way == "dense graph" else "")
     assert "generate, tokens/s" in capsys.readouterr().out
+
+
+def test_the_model_is_by_default_that_of_the_recipe_125m() -> None:
+    config = make_generate_cases(GenerateOptions(device="cpu"))[0].model_config("nsa")
+    recipe = load_config("125m")
+    assert {layer.config for layer in config.decoder_layers()} == {recipe.nsa_config()}
+    assert (config.num_hidden_layers, config.sizes()) == (recipe.model.n_layers, sizes_of(recipe))
 
 
 @torch.no_grad()

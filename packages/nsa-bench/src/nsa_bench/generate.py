@@ -56,6 +56,10 @@ class GenerateCase:
     prompt: int
     batch: int
     new_tokens: int
+    kv: str
+    """One K and V for all branches ("shared"), or K and V of each branch ("separate")."""
+    compressor: str
+    """phi."""
     geometry: BlockGeometry
     dtype: torch.dtype
 
@@ -87,7 +91,7 @@ class GenerateCase:
             head_dim_v=self.shape.head_dim_v,
             max_position_embeddings=self.context,
             attention=attention,
-            nsa=attrs.asdict(self.geometry),
+            nsa={"kv": self.kv, "compressor": self.compressor, **attrs.asdict(self.geometry)},
         )
 
     def __str__(self) -> str:
@@ -128,7 +132,8 @@ def make_generate_cases(options: GenerateOptions) -> tuple[GenerateCase, ...]:
     cases = tuple(
         GenerateCase(
             shape=shape, hidden_size=options.hidden, num_layers=options.layers, vocab_size=options.vocab, prompt=prompt, batch=batch,
-            new_tokens=options.new, geometry=parse_geometry(options.geometry), dtype=dtype_of(options.dtype, device.type),
+            new_tokens=options.new, kv=options.kv, compressor=options.compressor, geometry=parse_geometry(options.geometry),
+            dtype=dtype_of(options.dtype, device.type),
         )
         for shape, prompt, batch in product(parse_shapes(options.shapes), prompts, batches)
     )  # fmt: skip
@@ -386,7 +391,8 @@ def _row(one: GenerateResult, way: str, common: dict[str, Any]) -> dict[str, Any
         "way": way, "prompt": case.prompt, "new_tokens": case.new_tokens, "batch": case.batch, "num_layers": case.num_layers,
         "hidden_size": case.hidden_size, "vocab_size": case.vocab_size, "shape": shape.name, "heads": shape.num_heads,
         "kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
-        "geometry": geometry_text(case.geometry), "dtype": str(case.dtype).removeprefix("torch."),
+        "kv": case.kv, "compressor": case.compressor, "geometry": geometry_text(case.geometry),
+        "dtype": str(case.dtype).removeprefix("torch."),
         "tokens_per_s": one.tokens_per_second(way), "ms_step": one.step_ms.get(way), "ms_prompt": one.prompt_ms.get(way),
         "kernel": one.kernel if way == "dense graph" else "", "reason": one.reasons.get(way, ""), **common,
     }  # fmt: skip

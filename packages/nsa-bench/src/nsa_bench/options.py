@@ -106,7 +106,7 @@ class LayerOptions(MeasuredOn):
 @Parameter(name="*")
 @frozen(kw_only=True)
 class GenerateOptions(MeasuredOn):
-    """The options of `generate`; None if one was not given. The sizes are those of the recipe `125m`."""
+    """The options of `generate`; None if one was not given. The model is by default that of the recipe `125m`."""
 
     prompt: Annotated[str | None, Parameter(help="Tokens of a prompt, k for 1024. On cuda 8k,16k,64k, on cpu 128 by default.")] = None
     batch: Annotated[str | None, Parameter(help="Sequences, separated by commas. On cuda 1,16, on cpu 1 by default.")] = None
@@ -115,6 +115,8 @@ class GenerateOptions(MeasuredOn):
     hidden: Annotated[int, Parameter(help="The model's hidden size.")] = 768
     layers: Annotated[int, Parameter(help="The model's layers.")] = 12
     vocab: Annotated[int, Parameter(help="The model's vocabulary.")] = 50304
+    kv: Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")] = "shared"
+    compressor: Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")] = "mean"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
 
 
