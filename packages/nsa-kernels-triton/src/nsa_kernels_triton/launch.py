@@ -10,7 +10,7 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
-MOST_EARLY_PAIRS = 64
+MOST_EARLY_PAIRS = 32
 """Maximum rows times KV heads of a step with an early start (`Queries.follows_append`).
 
 The first launch of such a step starts while `append` runs. Before `append` ends, it reads q, the lengths, page tables, and the keys of
