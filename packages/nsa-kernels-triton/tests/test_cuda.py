@@ -292,6 +292,82 @@ def test_steps_over_stores_never_read_what_does_not_count(head_dims: tuple[int, 
     assert max_error(out, expected) <= allowed_error(expected, torch.bfloat16, 2**-9)
 
 
+MANY = 70_000
+"""Sequences, more than CUDA allows programs on the second axis of a grid."""
+FEW_OF_MANY = [0, 1, 65_535, 65_536, MANY - 1]
+SMALL_BLOCKS, LARGE_BLOCKS = BlockGeometry(2, 1, 2, 1, 0, 1, 2), BlockGeometry(2, 2, 64, 1, 0, 1, 2)
+
+
+@pytest.mark.parametrize("geometry", [SMALL_BLOCKS, LARGE_BLOCKS], ids=["blocks_of_2", "blocks_of_64"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_outputs_and_gradients_of_many_sequences_are_exact(is_packed: bool, geometry: BlockGeometry) -> None:
+    length, heads, head_dim = 3, 16, 64
+    generator = torch.Generator("cuda").manual_seed(3)
+    rows = [(length, heads), *[(num_compressed_blocks(length, geometry), 1)] * 2, *[(length, 1)] * 4]
+    tensors = [torch.randn(MANY, *of, head_dim, generator=generator, device="cuda").bfloat16() for of in rows]
+    gates = torch.rand(MANY, length, heads, 3, generator=generator, device="cuda").bfloat16()
+    weights = torch.randn(MANY, length, heads, head_dim, generator=generator, device="cuda").bfloat16()
+
+    def run(backend: str, *operands: Tensor, **options: Any) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in operands[:-1]]
+        out = nsa_attention(*leaves, geometry=geometry, backend=backend, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, operands[-1].to(out.dtype))]
+
+    operands = [*tensors, gates, weights]
+    if is_packed:
+        bounds = torch.arange(0, MANY * length + 1, length, dtype=torch.int32, device="cuda")
+        ours = run("triton", *(x.flatten(0, 1)[None] for x in operands), cu_seqlens=bounds, max_seqlen=length)
+    else:
+        ours = run("triton", *operands)
+    few = [x[FEW_OF_MANY] for x in operands]
+    exact = run("sdpa", *(x.double() for x in few))
+    assert_exact([x.reshape(MANY, -1, *x.shape[2:])[FEW_OF_MANY] for x in ours], exact, run("sdpa", *few))
+
+
+def test_a_step_of_many_sequences_equals_the_whole_pass() -> None:
+    kernels_of = dict.fromkeys(("cmp", "select", "slc", "win", "append", "rotate"), "triton")
+    layer = NativeSparseAttention(NSAConfig(64, 2, 1, 16, 16, geometry=SMALL_BLOCKS, backends=kernels_of)).to("cuda")
+    x = torch.randn(MANY, 3, 64, device="cuda")
+    cache = layer.new_cache(MANY, 4, static=True)
+    with torch.no_grad():
+        outs = [layer(part, cache=cache) for part in x.split([2, 1], 1)]
+        whole = layer(x[FEW_OF_MANY])
+    assert max_error(torch.cat(outs, 1)[FEW_OF_MANY], whole.double()) <= allowed_error(whole, torch.float32)
+
+
+@each_real
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_nan_reaches_the_rows_that_the_table_says(dtype: torch.dtype, sizes: dict[str, int], extremes: Any) -> None:
+    length, token, block = 2100, 900, 55
+    inputs, heads_per_group = inputs_of(length, dtype, **sizes), sizes["num_heads"] // sizes["num_kv_heads"]
+    is_chosen = (chosen_blocks(inputs)[0, :, 0] == token // GEOMETRY.selection_block_size).any(-1)
+    chose = set(is_chosen.nonzero().flatten().tolist())
+    first_seeing = block * GEOMETRY.compression_stride + GEOMETRY.compression_block_size - 1
+    sees = {
+        "cmp": set(range(first_seeing, length)),
+        "slc": {t for t in chose if t >= token},
+        "win": set(range(token, token + GEOMETRY.window_size)),
+    }
+    assert len(chose) < length * 2 // 3
+    # a tile of the most rows, 192, has rows of a query and of so many neighbours
+    reach = -(-192 // heads_per_group)
+    for name in Inputs._fields[:7]:
+        branch = name.rsplit("_", maxsplit=1)[-1]
+        with torch.no_grad():
+            out = kernels()(*extremes.poisoned(inputs, name, block if branch == "cmp" else token, math.nan).tensors)
+        is_bad = ~out.isfinite().all(-1)[0]
+        assert not is_bad[:, heads_per_group:].any(), "another group"
+        bad = set(is_bad.any(1).nonzero().flatten().tolist())
+        if name == "q":
+            assert bad == {token}
+            assert not is_bad[:, 1:].any()
+        elif branch != "slc" and name.startswith("k"):
+            assert bad == sees[branch], name
+        else:
+            reached_from = chose if branch == "slc" else sees[branch]
+            assert sees[branch] <= bad <= {t + shift for t in reached_from for shift in range(1 - reach, reach)}, name
+
+
 @pytest.mark.hardware(num_gpus=2, capability=(8, 0))
 def test_kernels_run_where_their_tensors_lie() -> None:
     inputs = inputs_of(1301, **LLAMA)
