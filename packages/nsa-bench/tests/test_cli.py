@@ -182,6 +182,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(words,
     assert f"nsa-bench: [Errno 2] No such file or directory: '{path}'; give a path that can be written" in printed.err
 
 
+@pytest.mark.parametrize("words", ["env --json", "ablate", "report"])
+def test_a_name_that_is_too_long_is_exit_2_with_what_to_do(words, capsys):
+    assert run_command([*words.split(), 300 * "a"]) == 2
+    assert capsys.readouterr().err.endswith("aaa'; use a shorter name\n")
+
+
 @pytest.mark.parametrize("option", ["--json", "--csv"])
 def test_a_full_disk_is_exit_1_and_names_the_file(option, tmp_path, monkeypatch, capsys):
     def full(path, text, **options):

@@ -333,7 +333,8 @@ def run_command(tokens: Iterable[str]) -> int:
         return BenchError.exit_code
     except OSError as error:
         is_full = error.errno == errno.ENOSPC
-        advice = "make room, or give a path on another disk" if is_full else "give a path that can be written"
+        other = "use a shorter name" if error.errno == errno.ENAMETOOLONG else "give a path that can be written"
+        advice = "make room, or give a path on another disk" if is_full else other
         print(f"nsa-bench: {error}; {advice}", file=sys.stderr)
         return (BenchError if is_full else OptionError).exit_code
     return result or 0
