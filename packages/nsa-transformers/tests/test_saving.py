@@ -270,6 +270,8 @@ def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved
     ("values", "message"),
     [
         ({"nsa_schema": 2}, r"nsa_schema=2 \(this version of nsa-transformers reads up to 1\)"),
+        ({"nsa_schema": 0}, r"nsa_schema=0 \(the first version is 1\)"),
+        ({"nsa_schema": -3}, r"nsa_schema=-3 \(the first version is 1\)"),
         ({"attention": "linear"}, "attention='linear' is unknown"),
         ({"layers": ["nsa", "nsa", "nsa"]}, "num_hidden_layers=2 does not hold the 3 entries"),
         ({"layers": ["dense", {"heads": 2}]}, r"layers\[1\]=.* is no layer"),

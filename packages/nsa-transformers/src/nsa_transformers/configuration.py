@@ -67,7 +67,7 @@ class NSAModelConfig(PreTrainedConfig):
     """Configuration of a decoder: sizes under Hugging Face's names, and the attention in the table `nsa`, with the keys of nsa-train's table `nsa`.
 
     Raises:
-        ConfigError: for a schema that is newer than this version, or values that `nsa_core` refuses.
+        ConfigError: for a schema below 1 or newer than this version, or values that `nsa_core` refuses.
     """
 
     model_type = "nsa_core"
@@ -107,6 +107,8 @@ class NSAModelConfig(PreTrainedConfig):
                 f"config.json has nsa_schema={self.nsa_schema} (this version of nsa-transformers reads up to {SCHEMA}); "
                 "use a newer version of it"
             )
+        if self.nsa_schema < 1:
+            raise ConfigError(f"config.json has nsa_schema={self.nsa_schema} (the first version is 1); use {SCHEMA}")
         for name, ours in ELSEWHERE.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(f"config.json has {name} (it would be ignored: the sizes of NSA are in the table nsa); use {ours}")
