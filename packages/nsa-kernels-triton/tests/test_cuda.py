@@ -177,6 +177,35 @@ def test_large_logits_are_as_exact_as_torchs_own(factor: int, dtype: torch.dtype
     assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
 
 
+@each_half
+@pytest.mark.parametrize("factor", [100, 300])
+@pytest.mark.parametrize("sizes", [EVEN, NARROW], ids=["M", "S"])
+def test_gradients_of_large_scores_are_at_most_twice_as_inexact_as_flash_attentions(
+    sizes: dict[str, int], factor: int, dtype: torch.dtype
+) -> None:
+    # a window over all keys is dense causal attention
+    length = 1100
+    heads_per_group = sizes["num_heads"] // sizes["num_kv_heads"]
+    geometry = evolve(GEOMETRY, window_size=length)
+    made = inputs_of(length, torch.float64, **sizes)
+    operands = tuple(x.to(dtype) for x in (factor * made.q, factor * made.k_win, made.v_win))
+
+    def window(backend: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: sliding_window_attention(q, k, v, geometry=geometry, backend=backend).out
+
+    def flash(q: Tensor, *pair: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(heads_per_group, 2).transpose(1, 2) for x in pair)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+
+    exact = evaluate(window("sdpa"), tuple(x.double() for x in operands))
+    found = zip(("out", "dq", "dk", "dv"), evaluate(window("triton"), operands), evaluate(flash, operands), exact, strict=True)
+    for name, ours, torchs_own, truth in found:
+        error, torch_error = max_error(ours, truth), max_error(torchs_own, truth)
+        print(f"{name}: {error:.2e}, flash attention's {torch_error:.2e}: {error / torch_error:.2f} times")
+        assert error <= 2 * torch_error, name
+
+
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 513, 1023, 1024, 1025, 1499, 4097])
 def test_float32_equals_the_reference_at_every_length(length: int) -> None:
     inputs = inputs_of(length, torch.float32, num_heads=6, num_kv_heads=2, head_dim_qk=64, head_dim_v=48)
