@@ -143,6 +143,21 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
     assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape, device=DEVICE), SMALL, size)
 
 
+@pytest.mark.parametrize("branch", OPERANDS)
+def test_two_equal_weights_of_a_row_add_up_to_1(branch: str) -> None:
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+    inputs, indices = scaled(make_inputs(shape, device=DEVICE), 300).to(torch.bfloat16), random_block_indices(shape, device=DEVICE)
+    keys = inputs.tensors[OPERANDS[branch][1]]
+    # every second key repeats the one before it
+    keys[:, 1::2] = keys[:, : keys.shape[1] // 2 * 2 : 2]
+    dv = evaluate(branch, inputs, indices, SMALL, "triton")[3]
+    exact = evaluate(branch, inputs.to(torch.float64), indices, SMALL, "sdpa")[3]
+    # lse and the shift are rounded by up to 2^-24 of the score; both at once in one direction would be twice as much
+    scores = torch.einsum("bqhd,bkgd->bqhk", inputs.q.double(), keys.double()) * 64**-0.5 * math.log2(math.e)
+    of_rounding = 2 ** (2**-24 * float(scores.abs().max())) - 1
+    assert max_error(dv, exact) <= allowed_error(exact, torch.bfloat16) + of_rounding * float(exact.abs().max())
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU always does so; the test above is this one there")
 @pytest.mark.usefixtures("fused_products")
 @pytest.mark.parametrize("branch", OPERANDS)

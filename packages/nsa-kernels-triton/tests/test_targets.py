@@ -16,7 +16,7 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 KERNELS = {
     "forward_kernel", "dq_kernel", "dkdv_kernel", "delta_kernel", "scores_kernel", "choose_kernel", "backward_kernel", "merge_kernel",
     "merge_dq_kernel", "branch_deltas_kernel", "describe_rows_kernel", "mark_kernel", "count_kernel", "list_kernel", "cut_kernel",
-    "add_partials_kernel", "add_splits_kernel",
+    "add_partials_kernel", "add_splits_kernel", "lower_kernel",
 }  # fmt: skip
 # dQ is portable on 9.0 where lse has a gradient
 REPLACED = {"forward_kernel", "dkdv_kernel", "scores_kernel", "backward_kernel"}

@@ -15,8 +15,10 @@ RESTRAINED = tl.constexpr(2.0**15)
 """If a row's shift is at least this large in size, the backward pass limits the row's weights to 1.
 
 lse and the shift are each rounded by up to 2^-24 of the score. Below this size that changes a weight by less than 2^-8, the error that
-16-bit results may have. Just below EXTREME it would change the only weight of a row by a quarter.
+16-bit results may have. Just below EXTREME it would change the only weight of a row by a quarter, so `lower_kernel` lowers such a shift.
 """
+ALONE = tl.constexpr(1 + 2.0**-9)
+"""If a row's weights add up to at most this times the largest one, the row counts as one with a single weight."""
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
 """Upper bound on the rounding errors of a score and its lse together, as a fraction of the score."""
 EXTREME_SHIFT = tl.constexpr(2.0**22 * (1 - 2.0**-21))
@@ -93,21 +95,37 @@ def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.cons
 
 
 @triton.jit
-def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
+def shift_of(lse, EXACT: tl.constexpr):
     """Return the shift to subtract from scores so that `exponential` gives normalised weights; +inf if a row sees nothing, so that they are 0.
 
-    Shifts of size LOWERED_FROM or more are lowered by the bound on their rounding. The largest weight of such a row is then 1 or more, and must
-    be cut at 1.
+    EXTREME shifts are lowered by the bound on their rounding. The largest weight of such a row is then 1 or more, and must be cut at 1.
     """
     shift = lse if EXACT else lse * LOG2E
     size = tl.abs(shift)
-    shift = tl.where((size >= LOWERED_FROM) & (size < float("inf")), shift - size * EXTREME_MARGIN, shift)
+    shift = tl.where((size >= EXTREME) & (size < float("inf")), shift - size * EXTREME_MARGIN, shift)
     return tl.where(lse == float("-inf"), float("inf"), shift)
 
 
 @triton.jit
+def is_lowerable(shift):
+    """Return True for the shifts that `lower_kernel` lowers if their row has a single weight: RESTRAINED ones that are not EXTREME."""
+    return (tl.abs(shift) >= RESTRAINED) & (tl.abs(shift) < EXTREME * (1 - EXTREME_MARGIN))
+
+
+@triton.jit
+def lower_alone(shift_ptrs, shift, total, largest, exists):
+    """Lower the stored shifts of rows whose weights add up to `total` and whose largest weight is `largest`, if this is their single weight.
+
+    Then the weight is 1 or more, and is cut at 1. With several weights that cut would not make their sum 1, so their shift stays.
+    """
+    is_alone = exists & is_lowerable(shift) & (total <= largest * ALONE)
+    # an infinite shift minus infinity would be NaN
+    tl.store(shift_ptrs, shift - tl.where(is_alone, tl.abs(shift), 0.0) * EXTREME_MARGIN, mask=is_alone)
+
+
+@triton.jit
 def largest_weight(shift):
-    """Return the upper limit of the weights of rows: 1 if the shift is RESTRAINED, because `shift_of` lowered it; else infinity."""
+    """Return the upper limit of the weights of rows: 1 if the shift is RESTRAINED, because it may have been lowered; else infinity."""
     # the shift is compared after it was lowered, so the threshold is lowered, too
     return tl.where(tl.abs(shift) < RESTRAINED * (1 - EXTREME_MARGIN), float("inf"), 1.0)
 

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
-    EXTREME,
     count_bits,
     cut,
     dot,
@@ -78,7 +77,7 @@ def scores_kernel(
     q2 = q1
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
-    shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT, EXTREME)
+    shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT)
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 

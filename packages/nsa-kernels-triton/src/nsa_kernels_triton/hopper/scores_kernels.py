@@ -23,7 +23,7 @@ from nsa_kernels_triton.hopper.tiles import (
     start_scores,
     visible_keys,
 )
-from nsa_kernels_triton.tiles import EXTREME, EXTREME_SHIFT
+from nsa_kernels_triton.tiles import EXTREME_SHIFT
 
 
 @gluon.jit
@@ -267,7 +267,7 @@ def _score(
             exists = (queries <= last_query) & (rows % HEADS < HG)
             heads = (q_row0 + queries) * H + group * HG + rows % HEADS
             lse = gl.load(lse_ptr + heads, mask=exists, other=float("-inf"))
-            shift = shift_of(lse, False, EXTREME)
+            shift = shift_of(lse, False)
             size = gl.abs(shift)
             extreme = gl.max(((size >= EXTREME_SHIFT) & (size < float("inf"))).to(gl.int32), 0)
             _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)

@@ -10,7 +10,6 @@ import triton.language as tl
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
     HUGE,
-    RESTRAINED,
     WIDEST_REFINED,
     cast,
     coarser,
@@ -18,8 +17,10 @@ from nsa_kernels_triton.tiles import (
     dot,
     exponential,
     find_sequence,
+    is_lowerable,
     load_columns,
     log_sum,
+    lower_alone,
     lowered_by,
     power_of_two,
     program_position,
@@ -188,6 +189,54 @@ def forward_kernel(
             store_columns(exact_ptr, heads * D_V, exists, acc2, V1, V2, D_V)
     lse = log_sum(row_max * factor, tl.where(sees_any, row_sum, 1.0), EXACT)
     tl.store(lse_ptr + heads, tl.where(sees_any, lse, float("-inf")), mask=exists)
+
+
+@CachedLaunch
+@triton.jit
+def lower_kernel(
+    q_ptr, k_ptr, shift_ptr, extremes_ptr, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Lower the shifts of one tile of rows if they have a single weight (`lower_alone`); same grid as the forward kernel."""
+    if tl.load(extremes_ptr) == 0:
+        return
+    HG: tl.constexpr = H // G
+    tile, sequence, group = program_position(num_tiles, num_columns)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= tl.load(cu_tiles_ptr + sequence)
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64) if PACKED else sequence.to(tl.int64) * num_keys
+    row0 = tile * BLOCK_ROWS
+    rows = row0 + tl.arange(0, BLOCK_ROWS)
+    queries = rows // HG
+    exists = queries < num_valid
+    heads = (q_row0 + queries) * H + group * HG + rows % HG
+    shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
+    if tl.max(is_lowerable(shift).to(tl.int32), 0) == 0:
+        return
+    q1, q2 = _load_tile(q_ptr, heads, exists, D_K, K1, K2, True)
+    first, end = visible_keys(tl.where(exists, position + queries, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
+    t_last = position + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, num_valid - 1)
+    start, _middle, _tail, last_end = _key_loops(position + row0 // HG, t_last, BLOCK_KEYS, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    largest = tl.zeros([BLOCK_ROWS], tl.float32)
+    for key in tl.range(start, last_end, BLOCK_KEYS):
+        keys = key + tl.arange(0, BLOCK_KEYS)
+        k1, k2 = _load_tile(k_ptr, (k_row0 + keys) * G + group, keys < last_end, D_K, K1, K2, True)
+        is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
+        scores = _products(q1, q2, k1, k2, K2)
+        weights = tl.where(is_visible, exponential(scores * factor - shift[:, None], EXACT), 0.0)
+        total += tl.sum(weights, 1)
+        largest = tl.maximum(largest, tl.max(weights, 1))
+    lower_alone(shift_ptr + heads, shift, total, largest, exists)
 
 
 @triton.jit
@@ -581,7 +630,7 @@ def _store_delta(
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
     lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
-    shift = shift_of(lse, EXACT, RESTRAINED)
+    shift = shift_of(lse, EXACT)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # `== 0` also catches NaN
     _mark(extremes_ptr, (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0) | ((size < HUGE) == 0))

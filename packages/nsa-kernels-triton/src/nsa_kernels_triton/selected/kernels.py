@@ -14,8 +14,10 @@ from nsa_kernels_triton.tiles import (
     divisor_of,
     dot,
     exponential,
+    is_lowerable,
     load_columns,
     log_sum,
+    lower_alone,
     lowered_by,
     power_of_two,
     store_columns,
@@ -208,6 +210,47 @@ def _add_or_store(
         # store the whole tile, because the gradient of a key that none of the item's queries sees is 0
         numbers = partial_index.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
         tl.store(partial_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
+
+
+@CachedLaunch
+@triton.jit
+def lower_kernel(
+    q_ptr, k_ptr, shift_ptr, extremes_ptr, indices_ptr, rows_ptr, num_rows, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Lower the shifts of rows if they have a single weight (`lower_alone`); each program takes some of the rows of q and groups."""
+    if tl.load(extremes_ptr) == 0:
+        return
+    HG: tl.constexpr = H // G
+    in_group = tl.arange(0, HEADS)
+    exists = in_group < HG
+    in_piece = tl.arange(0, KEYS)
+    for number in tl.range(tl.program_id(0), num_rows * G, tl.num_programs(0)):
+        row, group = number // G, number % G
+        heads = wide(row) * H + group * HG + in_group
+        shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
+        if tl.max(is_lowerable(shift).to(tl.int32), 0) != 0:
+            position = tl.load(rows_ptr + row)
+            key_row0 = wide(tl.load(rows_ptr + num_rows + row)) - position
+            q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+            q2 = q1
+            if K2 > 0:
+                q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+            total = tl.zeros([HEADS], tl.float32)
+            largest = tl.zeros([HEADS], tl.float32)
+            for part in tl.range(0, NUM_SELECTED * PIECES):
+                block = tl.load(indices_ptr + (wide(row) * G + group) * NUM_SELECTED + part // PIECES)
+                keys = block * SELECTION_SIZE + part % PIECES * PIECE_SIZE + in_piece
+                is_key = _is_in_piece(part % PIECES, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (keys >= 0) & (keys <= position)
+                offsets = ((key_row0 + keys) * G + group) * D_K
+                scores = dot(q1, tl.trans(load_columns(k_ptr, offsets, is_key, 0, K1, D_K, True)), tl.zeros([HEADS, KEYS], tl.float32))
+                if K2 > 0:
+                    scores = dot(q2, tl.trans(load_columns(k_ptr, offsets, is_key, K1, K2, D_K, True)), scores)
+                weights = tl.where(is_key[None, :], exponential(scores * factor - shift[:, None], EXACT), 0.0)
+                total += tl.sum(weights, 1)
+                largest = tl.maximum(largest, tl.max(weights, 1))
+            lower_alone(shift_ptr + heads, shift, total, largest, exists)
 
 
 @CachedLaunch
