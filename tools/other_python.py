@@ -21,6 +21,7 @@ TESTS = (
     "packages/nsa-kernels-cuda/tests/test_plugin.py",
     "packages/nsa-train/tests/test_cli.py",
     "packages/nsa-train/tests/loop/test_trainer.py",
+    "packages/nsa-bench/tests/test_layer.py",
     "tests/test_import.py",
 )
 """The fast tests that also run with another Python."""

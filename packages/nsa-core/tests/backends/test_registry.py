@@ -552,7 +552,7 @@ def test_a_rotate_backend_that_returns_other_than_the_heads_is_named(result):
     ("backend", "message"),
     [
         (CountingBackend, r"CountingBackend.* is a class .a backend is an object.; use CountingBackend\(\)"),
-        (5, "5 is no BranchBackend .name, operation, capability, reasons_against, preference, __call__."),
+        (5, "5 is no BranchBackend .name, operation, capability, reasons_against, preference, __call__. and lacks name, operation, cap"),
         (CountingBackend(name=7), "has the name 7 .the rule: a string"),
         (CountingBackend(operation="attention"), "implements operation 'attention' .the rule: one of cmp, "),
     ],
@@ -564,6 +564,28 @@ def test_only_backends_are_registered(backend, message):
     with pytest.raises(InputError, match=message):
         BackendRegistry((backend,))
     assert registry.backends == []
+
+
+class Wrapper:
+    """A backend with the attributes of another one, which it gets by `__getattr__`, and a note."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        return (lambda request: ("wrapped",)) if name == "notes_on" else getattr(self.backend, name)
+
+    def __call__(self, *operands, **keywords):
+        return self.backend(*operands, **keywords)
+
+
+def test_a_wrapper_of_a_backend_is_a_backend():
+    backend = CountingBackend()
+    registry = BackendRegistry((Wrapper(backend),))
+    assert explain_routing(REQUEST, registry=registry).candidates[0].notes == ("wrapped",)
+    q, k = torch.zeros(1, 9, 2, 8), torch.zeros(1, 9, 1, 8)
+    sliding_window_attention(q, k, k, geometry=GEOMETRY, registry=registry)
+    assert backend.num_calls == 1
 
 
 def test_a_decision_reads_as_choice_and_reasons():

@@ -67,14 +67,17 @@ class RoutingDecision:
         return "\n".join(lines)
 
 
+PARTS = ("name", "operation", "capability", "reasons_against", "preference", "__call__")
+"""The attributes of a `BranchBackend`."""
+
+
 def check_is_backend(backend: Any) -> None:
     """Raise InputError unless routing can ask `backend`."""
     if isinstance(backend, type):
         raise InputError(f"{backend!r} is a class (a backend is an object); use {backend.__name__}()")
-    if not isinstance(backend, BranchBackend):
-        raise InputError(
-            f"{backend!r} is no BranchBackend (name, operation, capability, reasons_against, preference, __call__); add what it lacks"
-        )
+    # no isinstance: from Python 3.12 on it misses attributes that a wrapper of a backend has through __getattr__
+    if lacks := [part for part in PARTS if not hasattr(backend, part)]:
+        raise InputError(f"{backend!r} is no BranchBackend ({', '.join(PARTS)}) and lacks {', '.join(lacks)}; add it")
     if backend.operation not in tuple(Operation):
         raise InputError(
             f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)}); use one of them"
@@ -146,10 +149,7 @@ class BackendRegistry:
 
     def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
         """Return the decision for `request` with all reasons. If no backend serves the request, `chosen` is None; no error is raised."""
-        found = [
-            evolve(_candidate(known, request), notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else ())
-            for known in self._by_preference(request)
-        ]
+        found = [evolve(_candidate(known, request), notes=_notes_on(known, request)) for known in self._by_preference(request)]
         takers = [c for c in found if (c.is_eligible if backend == AUTO else c.name == backend and c.is_capable)]
         chosen = takers[0].name if takers else None
         return RoutingDecision(request=request, backend=backend, chosen=chosen, candidates=tuple(found))
@@ -235,6 +235,10 @@ class BackendRegistry:
                 stacklevel=2,
             )
         return index
+
+
+def _notes_on(known: BranchBackend | NotingBackend, request: BranchRequest) -> tuple[str, ...]:
+    return tuple(known.notes_on(request)) if hasattr(known, "notes_on") else ()
 
 
 def _candidate(known: BranchBackend, request: BranchRequest) -> Candidate:
