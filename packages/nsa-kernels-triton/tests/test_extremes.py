@@ -35,7 +35,7 @@ def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeomet
     function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
     leaves = [inputs.tensors[index].detach().clone().requires_grad_() for index in OPERANDS[branch]]
     extra = (indices,) if branch == "slc" else ()
-    out = function(*leaves, *extra, geometry=geometry, backend=backend).out
+    out = function(*leaves, *extra, geometry=geometry, backend=backend, cu_seqlens=inputs.cu_seqlens).out
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(out)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
@@ -143,9 +143,12 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
     assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape, device=DEVICE), SMALL, size)
 
 
+@pytest.mark.parametrize("lengths", [None, (17, 0, 23)], ids=["dense", "packed"])
 @pytest.mark.parametrize("branch", OPERANDS)
-def test_two_equal_weights_of_a_row_add_up_to_1(branch: str) -> None:
-    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+def test_two_equal_weights_of_a_row_add_up_to_1(branch: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # so that a program has several tiles
+    monkeypatch.setattr(interval, "LOWERING_PROGRAMS", 2)
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64, lengths=lengths)
     inputs, indices = scaled(make_inputs(shape, device=DEVICE), 300).to(torch.bfloat16), random_block_indices(shape, device=DEVICE)
     keys = inputs.tensors[OPERANDS[branch][1]]
     # every second key repeats the one before it

@@ -237,17 +237,17 @@ def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), kernel_for("interval_dkdv", q, v, k).block_keys
 
 
-def lowering_rows(q: Tensor) -> int:
-    """Return the rows, and the keys, of a tile of the kernels that lower shifts; the tiles of q and k must fit shared memory for any D_k."""
-    return 64 if q.dtype.itemsize * q.shape[3] <= 256 else 32
+LOWERING_PROGRAMS = 1024
+"""Maximum programs that lower shifts. There are few, because in nearly all calls each of them only reads that there are no extremes."""
 
 
 def _lower(x: Operands) -> None:
     """Lower the shifts of rows with a single weight, if the call has extremes; see `tiles.lower_alone`."""
-    block = lowering_rows(x.q)
+    # tiles of q and k fit the shared memory of every GPU, for any D_k
+    block = 64 if x.q.dtype.itemsize * x.q.shape[3] <= 256 else 32
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, block, of_keys=False)
     constants = {name: value for name, value in _backward_constants(x).items() if name not in ("D_V", "V1", "V2", "GATE")}
-    kernels.lower_kernel[tiling.grid(x.k.shape[2])](
+    kernels.lower_kernel[(min(LOWERING_PROGRAMS, *tiling.grid(x.k.shape[2])),)](
         x.q, x.k, x.shift, x.extremes, *x.sequences.arguments(tiling),
         x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], tiling.num_tiles, tiling.num_sequences, x.sequences.search_steps,
         score_factor(x.q, x.scale), **constants, BLOCK_ROWS=block, BLOCK_KEYS=block, num_warps=4, num_stages=1,
