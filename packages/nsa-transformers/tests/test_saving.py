@@ -252,6 +252,41 @@ def test_an_index_that_names_no_regular_file_or_cannot_be_read_is_refused(saved,
         NSAForCausalLM.from_pretrained(shards)
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(saved, is_named):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = content["weight_map"]
+    holder, other = files.pop("norm.weight"), files["embedding.weight"]
+    # all shards are read
+    assert holder in files.values() and holder != other
+    said = f"names {other} for norm.weight" if is_named else "does not name norm.weight"
+    index.write_text(json.dumps({**content, "weight_map": {**files, **({"norm.weight": other} if is_named else {})}}))
+    with pytest.raises(InputError, match=rf"index.json {said}, which {holder} holds \(an index names the file of each tensor\)"):
+        NSAForCausalLM.from_pretrained(shards)
+
+
+def test_an_index_may_name_a_tensor_that_no_shard_holds(saved, prompt):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    # a tied output layer, as some converters leave it
+    content["weight_map"]["lm_head.weight"] = content["weight_map"]["embedding.weight"]
+    index.write_text(json.dumps(content))
+    assert torch.equal(NSAForCausalLM.from_pretrained(shards)(prompt).logits, model(prompt).logits)
+
+
+def test_an_older_index_next_to_a_single_file_is_not_read(saved, prompt):
+    model, folder = saved
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert torch.equal(NSAForCausalLM.from_pretrained(folder)(prompt).logits, model(prompt).logits)
+
+
 def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved, prompt):
     model, folder = saved
     shards = folder.parent / "shards"

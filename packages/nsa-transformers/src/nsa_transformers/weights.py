@@ -230,7 +230,10 @@ def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> 
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError unless `folder` has safetensors files with readable headers that name each tensor once. An adapter's folder passes."""
+    """Raise InputError unless `folder` has safetensors files with readable headers, and one file for each tensor: the one that an index names.
+
+    An adapter's folder passes.
+    """
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return
     files = weight_files(folder, variant=variant)
@@ -251,6 +254,9 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
         if twice := [name for name in names if name in holders]:
             raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
         holders |= dict.fromkeys(names, file)
+    single, index = _single_and_index(folder, variant)
+    if files != [single]:
+        _require_indexed(index, holders)
 
 
 def require_own_names(folder: Path, prefix: str, *, variant: str | None = None) -> None:
@@ -290,16 +296,25 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     Raises:
         InputError: for an index that cannot be read, or that names a file outside the folder.
     """
-    mark = f".{variant}" if variant else ""
-    single = folder / SAFE_WEIGHTS_NAME.replace(".safetensors", f"{mark}.safetensors")
+    single, index = _single_and_index(folder, variant)
     if single.is_file():
         return [single]
-    index = folder / SAFE_WEIGHTS_INDEX_NAME.replace(".json", f"{mark}.json")
-    if not index.is_file():
-        return []
+    return [folder / name for name in sorted(set(_weight_map(index).values()))] if index.is_file() else []
+
+
+def _single_and_index(folder: Path, variant: str | None) -> tuple[Path, Path]:
+    """Return the paths that a single weight file and an index of shards would have."""
+    mark = f".{variant}" if variant else ""
+    names = SAFE_WEIGHTS_NAME.replace(".safetensors", f"{mark}.safetensors"), SAFE_WEIGHTS_INDEX_NAME.replace(".json", f"{mark}.json")
+    return folder / names[0], folder / names[1]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor -> file, the names in `index`."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        names = sorted(set(content["weight_map"].values()))
+        files = dict[str, str](content["weight_map"].items())
+        names = sorted(set(files.values()))
         wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors")]
     except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
@@ -309,4 +324,16 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
         )
     if not isinstance(content.get("metadata", {}), dict):
         raise InputError(f"{index} has metadata={content['metadata']!r:.120} (the rule: a table, which Transformers changes); use {{}}")
-    return [folder / name for name in names]
+    return files
+
+
+def _require_indexed(index: Path, holders: Mapping[str, Path]) -> None:
+    """Raise InputError unless `index` names for each tensor of `holders` the file that holds it.
+
+    It may name tensors that no file holds: some converters drop a tied output layer, but keep its name in the index.
+    """
+    named = _weight_map(index)
+    for name, file in holders.items():
+        if named.get(name) != file.name:
+            said = f"names {named[name]} for {name}" if name in named else f"does not name {name}"
+            raise InputError(f"{index} {said}, which {file.name} holds (an index names the file of each tensor); use the files of one save")

@@ -210,6 +210,15 @@ def test_an_index_that_names_files_elsewhere_is_refused(dense):
     assert "names files elsewhere" in refusal(folder, InputError)
 
 
+def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(dense):
+    folder = dense(shards="20kB").folder
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    holder = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    assert f"does not name model.norm.weight, which {holder} holds (an index names the file of each tensor)" in refusal(folder, InputError)
+
+
 def test_a_tensor_in_two_shards_is_refused(dense):
     folder = dense(shards="20kB").folder
     first, second = sorted(folder.glob("*.safetensors"))[:2]
