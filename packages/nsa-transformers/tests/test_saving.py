@@ -310,6 +310,7 @@ def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved
         ({"attention": "linear"}, "attention='linear' is unknown"),
         ({"layers": ["nsa", "nsa", "nsa"]}, "num_hidden_layers=2 does not hold the 3 entries"),
         ({"layers": ["dense", {"heads": 2}]}, r"layers\[1\]=.* is no layer"),
+        ({"layers": ["nsa", {"attention": "dense", "branches": ["cmp"]}]}, r"layers\[1\] is dense and would ignore branches; use 'dense'"),
         ({"nsa": {"window": 5}}, "unknown key nsa.window .* did you mean 'window_size'"),
         ({"nsa": {"compression_stride": 3}}, "compression_stride=3 does not divide"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),

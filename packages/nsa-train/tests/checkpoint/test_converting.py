@@ -117,8 +117,13 @@ def test_a_pattern_is_toml_or_json(dense: Callable[..., Path], tmp_path: Path, f
         (["--layers", '["nsa", "dense", "nsa"]'], "--layers has 3 entries, the model 2 layers (the pattern is repeated, whole)"),
         (
             ["--layers", '[{attention = "dense", window_size = 3}, "nsa"]'],
-            "model.layers[0] is dense and would ignore window_size; use 'dense'",
+            "nsa-train: layers[0] is dense and would ignore window_size; use 'dense'",
         ),
+        (
+            ["--layers", '["dense", {attention = "dense", branches = ["cmp"], window_size = 3}]'],
+            "nsa-train: layers[1] is dense and would ignore branches, window_size; use 'dense'",
+        ),
+        (["--layers", '[{attention = "dense", heads = 3}]'], "nsa-train: layers[0]={'attention': 'dense', 'heads': 3} is no layer"),
         (["--layers", f"[{'[' * 9}"], "--layers="),
         (["--kv", "both"], "--kv='both' is unknown"),
     ],

@@ -186,6 +186,8 @@ class NSAModelConfig(PreTrainedConfig):
         unknown = [name for name in own if name not in LAYER_KEYS]
         if attention not in tuple(ATTENTIONS) or unknown:
             raise ConfigError(f"{key}={entry!r} is no layer (the rule: 'nsa', 'dense', or a table of {', '.join(LAYER_KEYS)}); use 'nsa'")
+        if attention == "dense" and own:
+            raise ConfigError(f"{key} is dense and would ignore {', '.join(own)}; use 'dense'")
         return Layer(attention, self._nsa_config({**(self.nsa or {}), **own}))
 
     def _nsa_config(self, table: Mapping[str, Any]) -> NSAConfig:

@@ -107,7 +107,7 @@ def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
             f"use {' or '.join(map(str, fitting))} entries"
         )
     entries = [_with_window(entry, options.nsa, windows[place :: len(pattern)]) for place, entry in enumerate(pattern)]
-    if all(entry == "dense" or (isinstance(entry, Mapping) and entry.get("attention") == "dense") for entry in entries):
+    if all(entry in ("dense", {"attention": "dense"}) for entry in entries):
         return {"attention": "dense"}
     return {"layers": None if entries == ["nsa"] else entries}
 
