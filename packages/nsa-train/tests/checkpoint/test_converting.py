@@ -126,6 +126,7 @@ def test_a_pattern_is_toml_or_json(dense: Callable[..., Path], tmp_path: Path, f
         (["--layers", '[{attention = "dense", heads = 3}]'], "nsa-train: layers[0]={'attention': 'dense', 'heads': 3} is no layer"),
         (["--layers", f"[{'[' * 9}"], "--layers="),
         (["--kv", "both"], "--kv='both' is unknown"),
+        (["--nsa", 'backends={slc="nope"}'], "--nsa backends={'slc': 'nope'} is not kept (each machine chooses its backends)"),
     ],
 )
 def test_a_bad_option_ends_with_2_and_writes_nothing(

@@ -53,6 +53,10 @@ class ConversionOptions:
         for key in self.nsa:
             if key == "kv":
                 raise ConfigError(f"--nsa kv={self.nsa[key]} is a separate option; use --kv {self.nsa[key]}")
+            if key == "backends":
+                raise ConfigError(
+                    f"--nsa backends={self.nsa[key]!r} is not kept (each machine chooses its backends); leave it out, and set nsa.backends of the run"
+                )
             if key in FROM_SOURCE:
                 raise ConfigError(f"--nsa {key}={self.nsa[key]!r} is decided by the source's config.json; leave it out")
 
