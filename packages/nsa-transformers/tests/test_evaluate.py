@@ -179,7 +179,7 @@ def test_a_folder_without_a_tokenizer_ends_with_2(folder, tmp_path, tasks, capsy
     for name in ("config.json", "model.safetensors"):
         (alone / name).write_bytes((folder / name).read_bytes())
     assert main([str(alone), "--tasks", str(tasks)]) == 2
-    assert "cannot be loaded (" in capsys.readouterr().err
+    assert f"cannot be loaded ({alone} has no tokenizer.json; copy it from the folder that the model came from)" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):
@@ -195,7 +195,7 @@ def test_code_of_another_folder_is_not_offered_to_run(tmp_path, tasks, capsys, m
     (tmp_path / "modeling_foreign.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
     assert main([str(tmp_path), "--tasks", str(tasks)]) == 2
     assert not (tmp_path / "ran").exists()
-    assert "cannot be loaded (" in capsys.readouterr().err
+    assert "cannot be loaded (its config.json names code of that folder, which is never run); name an export" in capsys.readouterr().err
 
 
 def test_pickled_weights_of_another_family_are_refused(tmp_path, tasks, capsys):

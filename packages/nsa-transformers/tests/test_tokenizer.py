@@ -1,10 +1,20 @@
 """Tokenizers: ids of nsa-train's, text that round-trips, and tokenizer.json in every folder."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
 from nsa_core.errors import InputError
-from nsa_transformers.tokenizer import byte_alphabet, byte_tokenizer, id_tokenizer, json_tokenizer, merges_tokenizer, split_by_rank
+from nsa_transformers.tokenizer import (
+    byte_alphabet,
+    byte_tokenizer,
+    id_tokenizer,
+    json_tokenizer,
+    merges_tokenizer,
+    split_by_rank,
+    tokenizer_of,
+)
 
 TEXT = " Naïve  — 東京 🙂\r\n\t<|endoftext|> it's 42 x"
 
@@ -63,6 +73,22 @@ def test_a_tokenizer_json_gets_a_pad(reloaded):
     assert json_tokenizer(source, separator=256, pad=258).pad_token == "<|pad-258|>"
     with pytest.raises(InputError, match="has id 258 in this tokenizer .the model knows it as 300"):
         json_tokenizer(source.replace("<|pad|>", "<|fill|>"), separator=256, pad=300)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(InputError, match=rf"^{tmp_path} has no tokenizer.json; copy it from the folder that the model came from$"):
+        tokenizer_of(tmp_path)
+
+
+def test_a_tokenizer_that_needs_code_of_its_folder_is_refused(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    with pytest.raises(
+        InputError, match=rf"^the tokenizer in {tmp_path} needs code of that folder, which is never run; use a tokenizer without"
+    ):
+        tokenizer_of(tmp_path)
 
 
 def test_ids_without_text_are_numbers(reloaded):

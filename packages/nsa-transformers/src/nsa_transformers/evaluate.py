@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from nsa_core.errors import ConfigError, NSAError
-from nsa_transformers.tokenizer import tokenizer_of
+from nsa_transformers.tokenizer import asks_for_code, tokenizer_of
 
 SPLIT = "test"
 """Name of the split if the `data` of a task is a list."""
@@ -81,7 +81,8 @@ def _opened(folder: Path) -> tuple[Any, Any]:
         model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True)
         tokenizer = tokenizer_of(folder)
     except (StrictDataclassError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({_line(error)}); name an export") from None
+        said = "its config.json names code of that folder, which is never run" if asks_for_code(error) else _line(error)
+        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({said}); name an export") from None
     # Transformers fills other families' missing tensors with random numbers
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"DIR={str(folder)!r} lacks {len(missing)} tensors, such as {missing[0]}; copy it again")

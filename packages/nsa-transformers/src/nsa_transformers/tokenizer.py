@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nsa_core.errors import InputError
 
+TOKENIZER = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 NUM_BYTES = 256
@@ -58,14 +59,25 @@ def tokenizer_of(folder: Path) -> Any:
     """Return the tokenizer of the model in `folder`; no code of the folder is run.
 
     Raises:
-        InputError: if there is no tokenizer, or it cannot be read.
+        InputError: if there is no tokenizer, it cannot be read, or it needs code of the folder.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # for a file that is no tokenizer the reader may raise any error; the library tokenizers raises a bare Exception
     except Exception as error:  # noqa: BLE001
+        if not (folder / TOKENIZER).is_file():
+            raise InputError(f"{folder} has no {TOKENIZER}; copy it from the folder that the model came from") from None
+        if asks_for_code(error):
+            raise InputError(
+                f"the tokenizer in {folder} needs code of that folder, which is never run; use a tokenizer without code"
+            ) from None
         said = " ".join(str(error).split())
         raise InputError(f"{folder} has no tokenizer that can be read ({said:.200}); copy its tokenizer.json again") from None
+
+
+def asks_for_code(error: Exception) -> bool:
+    """Return True if `error` is that of Transformers about code in a folder that is not trusted. It has no type of its own."""
+    return "trust_remote_code=True" in str(error)
 
 
 def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:
