@@ -265,7 +265,8 @@ def test_the_source_of_a_converted_model_is_its_twin_once_it_is_converted_too(
         capsys.readouterr()
         assert run_command(words) == 2
         said = capsys.readouterr().err
-        assert "cannot be loaded (its model_type 'llama' is that of a dense model); convert it with nsa-train convert, and" in said
+        advice = f"convert it with nsa-train convert {source} --out NEW, and with --layers '[\"dense\"]' to keep it dense"
+        assert f"cannot be loaded (its model_type 'llama' is that of a dense model); {advice}\n" in said
     assert run_command(["convert", str(source), "--out", str(twin), "--layers", '["dense"]']) == 0
     assert run_command([*explore, "--twin", str(twin)]) == 0
     mass = json.loads((tmp_path / "page.json").read_text())["layers"][0]["dense_mass"]

@@ -315,10 +315,14 @@ def test_a_checkpoint_and_its_export_open_as_one_model(saved: Callable[..., Path
     assert torch.equal(*logits)
 
 
-def test_a_folder_that_holds_no_model_of_ours_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="cannot be loaded .*; name a run, or a folder that an export wrote"):
-        open_model(tmp_path)
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_folder_that_holds_no_model_of_ours_is_refused(tmp_path: Path, with_weights: bool) -> None:
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}, "rope_parameters": {"rope_theta": 1e4}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(
+        ConfigError, match="cannot be loaded .its model_type 'own' is not 'nsa_core'.; name a run, or a folder that an export wrote$"
+    ):
+        open_model(tmp_path, with_weights=with_weights)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Open a trained model with its tokenizer, from a run, a checkpoint or a folder of Hugging Face Transformers, and compare it with its twin."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from nsa_core.decoder import Decoder, weightless
 from nsa_core.errors import NSAError
 from nsa_core.module import NativeSparseAttention
-from nsa_train.checkpoint.folders import require_installed
+from nsa_train.checkpoint.folders import MODEL_TYPE, require_installed
 from nsa_train.checkpoint.layout import HF_CONFIG, is_folder
 from nsa_train.checkpoint.resuming import load_model
 from nsa_train.checkpoint.store import open_checkpoint
@@ -21,6 +22,8 @@ from nsa_train.errors import ConfigError
 from nsa_train.host.routing import AUTO, with_backend
 from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import RunConfig
+
+ADVICE = "name a run, or a folder that an export wrote"
 
 
 class OpenedModel(NamedTuple):
@@ -73,6 +76,7 @@ def _without_weights(build: Callable[[], Decoder]) -> Decoder:
 
 def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     require_installed(f"the model at {str(folder)!r}")
+    _require_kind(folder)
     from huggingface_hub.errors import StrictDataclassError
 
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
@@ -87,23 +91,27 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
         tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for foreign files
     except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
-        said, advice = " ".join(str(error).split()), "name a run, or a folder that an export wrote"
-        if kind := _dense_kind(folder):
-            said = f"its model_type {kind!r} is that of a dense model"
-            advice = "convert it with nsa-train convert, and with --layers '[\"dense\"]' to keep it dense"
-        raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); {advice}") from None
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); {ADVICE}") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
 
 
-def _dense_kind(folder: Path) -> str | None:
-    """Return the model_type of a dense model that `nsa-train convert` takes; None for any other folder."""
+def _require_kind(folder: Path) -> None:
+    """Raise ConfigError if the config.json of `folder` has another model_type than nsa-transformers. Loading reports one that cannot be read."""
     from nsa_transformers.conversion.sources import ARCHITECTURES, read_json
 
     try:
         kind = read_json(folder / HF_CONFIG).get("model_type")
     except NSAError:
-        return None
-    return kind if kind in tuple(ARCHITECTURES) else None
+        return
+    if kind == MODEL_TYPE:
+        return
+    said, advice = f"its model_type {kind!r:.80} is not {MODEL_TYPE!r}", ADVICE
+    if kind in tuple(ARCHITECTURES):
+        said = f"its model_type {kind!r} is that of a dense model"
+        command = f"nsa-train convert {shlex.quote(str(folder))} --out NEW"
+        advice = f"convert it with {command}, and with --layers '[\"dense\"]' to keep it dense"
+    raise ConfigError(f"{str(folder)!r} cannot be loaded ({said}); {advice}")
 
 
 def require_twin(twin: OpenedModel, model: OpenedModel, *, num_tokens: int, reads_alike: bool) -> None:
