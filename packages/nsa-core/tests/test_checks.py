@@ -28,6 +28,7 @@ from nsa_core import (
 )
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.dense_attention import DenseAttention
+from nsa_core.errors import type_of
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 B, S, H, G, D_K, D_V, C = 2, 9, 4, 2, 6, 5, 3
@@ -259,7 +260,7 @@ def test_the_keys_of_an_absent_compressed_branch_are_no_values():
 @OPERATIONS
 @pytest.mark.parametrize("scale", ["1", [0.5], torch.tensor(0.5), True, math.nan, math.inf])
 def test_a_scale_that_is_no_number_is_refused(operation, scale):
-    message = f"scale={scale!r} is a {type(scale).__name__} (the rule: a finite number, or None for D_k ** -0.5); use None"
+    message = f"scale={scale!r} is {type_of(scale)} (the rule: a finite number, or None for D_k ** -0.5); use None"
     assert refusal(operation, options={"scale": scale}) == message
 
 
@@ -589,10 +590,9 @@ def test_pages_that_no_row_needs_may_be_anything(operation):
 @OPERATIONS
 @pytest.mark.parametrize("geometry", [None, (32, 16), BlockGeometry])
 def test_a_geometry_that_is_none_is_refused(operation, geometry):
-    kind = type(geometry).__name__
     with pytest.raises(InputError) as caught:
         operation(*valid(operation), geometry=geometry)
-    assert str(caught.value) == f"geometry={geometry!r} is a {kind} (the rule: a BlockGeometry); use BlockGeometry()"
+    assert str(caught.value) == f"geometry={geometry!r} is {type_of(geometry)} (the rule: a BlockGeometry); use BlockGeometry()"
 
 
 @OPERATIONS
@@ -709,7 +709,7 @@ def test_a_backend_of_none_for_an_operation_is_refused(operation):
 @OPERATIONS
 def test_a_registry_that_is_none_is_refused(operation):
     message = refusal(operation, options={"registry": 5})
-    assert message == "registry=5 is a int (the rule: a BackendRegistry, or None for the installed backends); use None"
+    assert message == "registry=5 is an int (the rule: a BackendRegistry, or None for the installed backends); use None"
 
 
 def test_a_registry_that_is_none_is_refused_by_the_layer_and_by_an_explanation():
@@ -721,12 +721,13 @@ def test_a_registry_that_is_none_is_refused_by_the_layer_and_by_an_explanation()
 
 
 @pytest.mark.parametrize("build", [NativeSparseAttention, DenseAttention, lambda config: NSACache(config, 2)])
-@pytest.mark.parametrize("config", [{"hidden_size": 12}, SMALL, None], ids=repr)
-def test_a_config_that_is_none_is_refused(build, config):
+@pytest.mark.parametrize(
+    ("config", "kind"), [({"hidden_size": 12}, "a dict"), (SMALL, "a BlockGeometry"), (3, "an int"), (None, "None")], ids=repr
+)
+def test_a_config_that_is_none_is_refused(build, config, kind):
     with pytest.raises(InputError) as caught:
         build(config)
-    kind = type(config).__name__
-    assert str(caught.value) == f"config={config!r} is a {kind} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)"
+    assert str(caught.value) == f"config={config!r} is {kind} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)"
 
 
 @pytest.mark.parametrize("observers", [5, (5,), None])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_core import BlockGeometry, ConfigError, NSAConfig, NSAError, RopeScaling
+from nsa_core.errors import type_of
 
 SIZES = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim_qk": 6, "head_dim_v": 5}
 GEOMETRY_FIELDS = [field.name for field in attrs.fields(BlockGeometry)]
@@ -221,7 +222,7 @@ def test_a_broken_rule_of_the_rope_scaling_is_named_with_field_value_rule_and_a_
 def test_an_integer_of_the_geometry_is_never_a_bool_float_or_string(field, value):
     message = refusal(BlockGeometry, **{field: value})
 
-    assert message.startswith(f"{field}={value!r} is a {type(value).__name__} (the rule: an integer >= ")
+    assert message.startswith(f"{field}={value!r} is {type_of(value)} (the rule: an integer >= ")
 
 
 @pytest.mark.parametrize("value", [True, False, 2.0, "2", None, [2]])
@@ -229,7 +230,7 @@ def test_an_integer_of_the_geometry_is_never_a_bool_float_or_string(field, value
 def test_an_integer_of_the_config_is_never_a_bool_float_or_string(field, value):
     message = refusal(config, **{field: value})
 
-    assert message.startswith(f"{field}={value!r} is a {type(value).__name__} (the rule: an integer >= ")
+    assert message.startswith(f"{field}={value!r} is {type_of(value)} (the rule: an integer >= ")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "1.0", None])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_core.dense_attention import DenseAttention, fast_causal_attention
-from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.errors import CacheOverflowError, InputError, type_of
 from nsa_core.reference.causal import causal_attention
 
 CONFIG = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4)
@@ -277,7 +277,7 @@ def test_rows_beyond_the_count_give_0(has_cache: bool, num_rows: int) -> None:
 def test_a_cache_that_does_not_fit_is_refused_and_unchanged() -> None:
     layer, x = _layer(), torch.randn(2, 3, 24, dtype=torch.float64)
     for wrong in (5, NativeSparseAttention(CONFIG).new_cache(2)):
-        with pytest.raises(InputError, match=f"^cache is a {type(wrong).__name__} .the rule: a DenseCache.; build it with"):
+        with pytest.raises(InputError, match=f"^cache is {type_of(wrong)} .the rule: a DenseCache.; build it with"):
             layer(x, cache=wrong)
     for sequences in (1, 3):
         cache = layer.new_cache(sequences)

@@ -26,6 +26,7 @@ from nsa_core import (
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES
 from nsa_core.dense_attention import DenseAttention
+from nsa_core.errors import type_of
 from nsa_core.gating import gates_from_logits
 from nsa_core.module import HeadNorm
 from nsa_core.varlen import pack, unpack
@@ -567,7 +568,7 @@ def test_an_input_of_the_wrong_shape_is_refused(x):
 
 @pytest.mark.parametrize("x", [[[[0.0] * 8]], None])
 def test_an_input_that_is_no_tensor_is_refused(x):
-    with pytest.raises(InputError, match=rf"x is a {type(x).__name__} \(the rule: a tensor\)"):
+    with pytest.raises(InputError, match=rf"x is {type_of(x)} \(the rule: a tensor\)"):
         NativeSparseAttention(CONFIG)(x)
 
 
@@ -617,7 +618,7 @@ def test_an_input_or_cache_of_another_dtype_is_refused():
         ({"query_count": torch.tensor([5, 5])}, "query_count is torch.int64"),
         ({"query_count": [1, 2]}, r"query_count is a list \(the rule: a tensor\); use torch.as_tensor\(query_count\)"),
         ({"query_count": torch.tensor([5, 10], dtype=torch.int32)}, r"query_count=\[5, 10\] leaves 0 .. 9 "),
-        ({"cache": 5}, r"cache is a int \(the rule: an NSACache\); build it with this layer's new_cache"),
+        ({"cache": 5}, r"cache is an int \(the rule: an NSACache\); build it with this layer's new_cache"),
         ({"query_count": torch.tensor([[5], [5]], dtype=torch.int32)}, "query_count has shape"),
         ({"max_seqlen": 4}, "max_seqlen=4 is below the longest sequence, 9"),
         ({"max_seqlen": -1}, "max_seqlen=-1 is no bound on rows"),

@@ -281,12 +281,12 @@ TABLE = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"queries": None}, "queries is a NoneType"),
+        ({"queries": None}, "queries is None"),
         ({"cmp": torch.zeros(2, 9, 2, 8)}, "k_cmp is a Tensor [(]the rule: Keys"),
         ({"win": Keys([1.0], torch.zeros(2, 40, 2, 6), 40)}, "k_win is a list [(]the rule: a tensor"),
         ({"slc": {"v": None}}, "one of k_slc and v_slc is None [(]Keys holds both[)]; give both"),
         ({"cmp": {"k": None}}, "one of k_cmp and v_cmp is None"),
-        ({"gates": None}, "gates is a NoneType"),
+        ({"gates": None}, "gates is None"),
         ({"queries": {"max_count": None}}, "queries.max_count=None is no bound"),
         ({"queries": {"max_count": 3}}, "queries.max_count=3 is below the longest sequence's rows, 4"),
         ({"queries": {"start": int32([36])}}, r"queries.start has shape \(1,\)"),

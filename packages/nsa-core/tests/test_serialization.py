@@ -19,6 +19,7 @@ from nsa_core import (
     config_to_dict,
     config_to_toml,
 )
+from nsa_core.errors import type_of
 from nsa_core.serialization import toml_tables
 
 SIZES = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim_qk": 6, "head_dim_v": 5}
@@ -219,7 +220,7 @@ def test_a_value_of_the_wrong_type_is_named_and_never_converted(field, value):
 @pytest.mark.parametrize("value", ["16", 16.0, True, None, [16]])
 @pytest.mark.parametrize("field", GEOMETRY_FIELDS)
 def test_a_geometry_value_of_the_wrong_type_is_named_and_never_converted(field, value):
-    assert refusal({**SIZES, "geometry": {field: value}}).startswith(f"{field}={value!r} is a {type(value).__name__}")
+    assert refusal({**SIZES, "geometry": {field: value}}).startswith(f"{field}={value!r} is {type_of(value)}")
 
 
 @pytest.mark.parametrize(

@@ -383,7 +383,7 @@ def test_keys_of_other_models_are_not_ignored(tiny_config, name):
         (lambda ids: {"input_ids": ids, "labels": ids, "logits_to_keep": 4}, r"logits_to_keep=4 came with labels"),
         (lambda ids: {"input_ids": ids.tolist(), "labels": ids}, r"input_ids is a list .*use torch.tensor\(input_ids\)"),
         (lambda ids: {"input_ids": ids, "labels": ids.tolist()}, r"labels is a list .*use torch.tensor\(labels\)"),
-        (lambda ids: {"input_ids": ids, "labels": ids.numpy()}, r"labels is a ndarray .*use torch.tensor\(labels\)"),
+        (lambda ids: {"input_ids": ids, "labels": ids.numpy()}, r"labels is an ndarray .*use torch.tensor\(labels\)"),
         (
             lambda ids: {"input_ids": ids, "attention_mask": [[1] * 20] * 2},
             r"attention_mask is a list .*use torch.tensor\(attention_mask\)",

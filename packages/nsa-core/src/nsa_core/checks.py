@@ -10,7 +10,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from nsa_core.config import BRANCHES, BlockGeometry, NSAConfig
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 
 
 def check_query(q: Tensor) -> None:
@@ -37,7 +37,7 @@ def check_wide(name: str, x: Tensor) -> None:
 def check_rank(name: str, x: object, rank: int, layout: str) -> None:
     """Raise InputError unless `x` is a tensor of `rank` dimensions."""
     if not isinstance(x, Tensor):
-        raise InputError(f"{name} is a {type(x).__name__} (the rule: a tensor); use torch.as_tensor({name})")
+        raise InputError(f"{name} is {type_of(x)} (the rule: a tensor); use torch.as_tensor({name})")
     if x.dim() != rank:
         raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {rank} dimensions")
 
@@ -120,22 +120,20 @@ def is_size(size: Any, least: int) -> bool:
 def check_geometry(geometry: object) -> None:
     """Raise InputError unless `geometry` is a BlockGeometry."""
     if not isinstance(geometry, BlockGeometry):
-        raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
+        raise InputError(f"geometry={geometry!r} is {type_of(geometry)} (the rule: a BlockGeometry); use BlockGeometry()")
 
 
 def check_config(config: object) -> None:
     """Raise InputError unless `config` is one of a layer."""
     if not isinstance(config, NSAConfig):
-        raise InputError(
-            f"config={config!r} is a {type(config).__name__} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)"
-        )
+        raise InputError(f"config={config!r} is {type_of(config)} (the rule: an NSAConfig); use NSAConfig(...) or config_from_dict(...)")
 
 
 def check_scale(scale: Any) -> None:
     """Raise InputError unless `scale` is a finite number or None. A tensor is not accepted, because it would have to be read."""
     is_number = not isinstance(scale, bool) and (isinstance(scale, SymFloat) or (isinstance(scale, Real) and -inf < float(scale) < inf))
     if scale is not None and not is_number:
-        raise InputError(f"scale={scale!r} is a {type(scale).__name__} (the rule: a finite number, or None for D_k ** -0.5); use None")
+        raise InputError(f"scale={scale!r} is {type_of(scale)} (the rule: a finite number, or None for D_k ** -0.5); use None")
 
 
 def check_dtype(dtype: object) -> None:

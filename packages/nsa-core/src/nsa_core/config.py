@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from attrs import Attribute, converters, field, frozen, validators
 
-from nsa_core.errors import ConfigError
+from nsa_core.errors import ConfigError, type_of
 
 Compressor = Literal["mlp", "conv", "mean"]
 GateKind = Literal["sigmoid", "softmax"]
@@ -32,7 +32,7 @@ def _integer_at_least(minimum: int, *same_as: str, most: float = MOST_SIZE) -> A
 
     def check(instance: object, attribute: "Attribute[int]", value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
-            what = f"is a {type(value).__name__}"
+            what = f"is {type_of(value)}"
         elif value < minimum:
             what = "is too small"
         elif value > most:
@@ -53,7 +53,7 @@ def _number_above_zero(instance: object, attribute: "Attribute[float]", value: o
 
 def _flag(instance: object, attribute: "Attribute[bool]", value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name}={value!r} is a {type(value).__name__} (the rule: True or False); use {attribute.default}")
+        raise ConfigError(f"{attribute.name}={value!r} is {type_of(value)} (the rule: True or False); use {attribute.default}")
 
 
 def _one_of(choices: tuple[str, ...]) -> Any:

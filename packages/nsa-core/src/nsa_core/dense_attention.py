@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_core import checks
 from nsa_core.attention import sliding_window_attention
 from nsa_core.config import BlockGeometry, NSAConfig
-from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.errors import CacheOverflowError, InputError, type_of
 from nsa_core.kv_cache.cache import FIRST_CAPACITY
 from nsa_core.module import HeadNorm
 from nsa_core.operands import queries_of
@@ -184,7 +184,7 @@ class DenseAttention(nn.Module):
         """
         checks.check_rank("x", x, 3, "(B, S, hidden)")
         if cache is not None and not isinstance(cache, DenseCache):
-            raise InputError(f"cache is a {type(cache).__name__} (the rule: a DenseCache); build it with this layer's new_cache")
+            raise InputError(f"cache is {type_of(cache)} (the rule: a DenseCache); build it with this layer's new_cache")
         if cache is not None and cache.batch_size != x.shape[0]:
             raise InputError(
                 f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"

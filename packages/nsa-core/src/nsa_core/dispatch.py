@@ -12,7 +12,7 @@ from nsa_core import blocks, checks
 from nsa_core.backends.base import BranchOutput, BranchRequest, FusedOutput, Keys, Operation, Queries, layout_of
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_core.plugins.manager import default_registry
 from nsa_core.telemetry import AttentionObserver
 
@@ -59,7 +59,7 @@ def make_call(
     """
     registry = registry_of(registry)
     if not isinstance(backend, str | Mapping):
-        raise InputError(f"backend={backend!r} is a {type(backend).__name__} (the rule: a name, or names by operation); use 'auto'")
+        raise InputError(f"backend={backend!r} is {type_of(backend)} (the rule: a name, or names by operation); use 'auto'")
     for operation, name in () if isinstance(backend, str) else backend.items():
         if operation not in OPERATIONS:
             known = ", ".join(map(repr, OPERATIONS))
@@ -79,7 +79,7 @@ def registry_of(registry: object) -> BackendRegistry:
         return default_registry()
     if not isinstance(registry, BackendRegistry):
         raise InputError(
-            f"registry={registry!r} is a {type(registry).__name__} (the rule: a BackendRegistry, or None for the installed backends); use None"
+            f"registry={registry!r} is {type_of(registry)} (the rule: a BackendRegistry, or None for the installed backends); use None"
         )
     return registry
 
@@ -110,8 +110,7 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
 
 def wrong_result(operation: Operation, backend: Any, found: object, wanted: str) -> InputError:
     """Return the error about `found`, which `backend` returned instead of what its operation returns."""
-    shown = "None" if found is None else f"a {type(found).__name__}"
-    return InputError(f"backend {backend.name!r} for {operation.value!r} returned {shown} (the rule: {wanted}); return that")
+    return InputError(f"backend {backend.name!r} for {operation.value!r} returned {type_of(found)} (the rule: {wanted}); return that")
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:

@@ -39,3 +39,11 @@ class DuplicateBackendError(NSAError, ValueError):
     """Two backends claim one name for one operation."""
 
     is_refusal = True
+
+
+def type_of(value: object) -> str:
+    """Return the name of a value's type with its article, for a message: "an int", "a str"; for None: "None"."""
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    return f"an {name}" if name.startswith(("NSA", "nd", *"aeioAEIO")) else f"a {name}"

@@ -14,7 +14,7 @@ from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.dispatch import Call, make_call, registry_of
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, CacheOptions, NSACache, Step, streams
 from nsa_core.operands import keys_of, queries_of
@@ -253,7 +253,7 @@ class NativeSparseAttention(nn.Module):
         if not weight.is_meta:
             checks.check_device("x", x, "the layer", weight)
         if cache is not None and not isinstance(cache, NSACache):
-            raise InputError(f"cache is a {type(cache).__name__} (the rule: an NSACache); build it with this layer's new_cache")
+            raise InputError(f"cache is {type_of(cache)} (the rule: an NSACache); build it with this layer's new_cache")
         is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
         if not is_autocast and x.dtype != weight.dtype:
             raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")

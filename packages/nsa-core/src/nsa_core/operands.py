@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_core.reference.rows import positions_of
 from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens
 
@@ -109,9 +109,7 @@ def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometr
 def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeometry) -> None:
     """Raise InputError unless a caller's `queries` are Queries and `keys` Keys, or None for an absent branch, with bounds on their rows."""
     if not isinstance(queries, Queries):
-        raise InputError(
-            f"queries is a {type(queries).__name__} (the rule: Queries holds the positions of rows); use Queries(q, max_count)"
-        )
+        raise InputError(f"queries is {type_of(queries)} (the rule: Queries holds the positions of rows); use Queries(q, max_count)")
     checks.check_query(queries.q)
     check_queries(queries, "queries.")
     longest = queries.q.shape[1] if queries.cu_seqlens is None else checks.longest_of(queries.cu_seqlens, 0)
@@ -120,7 +118,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
         if x is None:
             continue
         if not isinstance(x, Keys):
-            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys holds the positions of keys); use Keys(k, v, max_count)")
+            raise InputError(f"k{ending} is {type_of(x)} (the rule: Keys holds the positions of keys); use Keys(k, v, max_count)")
         if any(store is None for store in (x.k, x.v)):
             raise InputError(
                 f"one of k{ending} and v{ending} is None (Keys holds both); give both, or None for the Keys of an absent branch"

@@ -43,7 +43,7 @@ def test_a_shard_is_read_from_any_row_on(corpora) -> None:
 def test_values_that_are_no_text_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
     _, bad, _ = _records(tmp_path / "a.parquet")
-    assert str(bad).startswith(f"data.path: {tmp_path}/a.parquet row 1 has a NoneType in field 'text'")
+    assert str(bad).startswith(f"data.path: {tmp_path}/a.parquet row 1 has None in field 'text'")
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
     [bad] = _records(tmp_path / "a.parquet")
     assert str(bad).startswith(f"data.path: {tmp_path}/a.parquet row 0 has no field 'text' (it has 'body')")
@@ -143,8 +143,8 @@ def _shard(path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "suffix", "why", "bad"),
     [
-        ("numbers", ".parquet", r"row 0 has a int in field 'text'", 20),
-        ("numbers", ".jsonl", r"line 1 has a int in field 'text'", 20),
+        ("numbers", ".parquet", r"row 0 has an int in field 'text'", 20),
+        ("numbers", ".jsonl", r"line 1 has an int in field 'text'", 20),
         ("missing", ".parquet", r"row 0 has no field 'text' \(it has 'other'\)", 20),
         ("cut", ".parquet", r"from row 0 on cannot be read", 1),
         ("cut", ".jsonl", r"line 2 is not JSON", 1),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.checks import is_size
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_transformers.cache import NSAModelCache
 from nsa_transformers.layout import INTEGERS
 
@@ -45,7 +45,7 @@ def require_tensors(**given: Any) -> None:
     """Raise InputError if one of the arguments `given` (name -> value) is neither a tensor nor None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
-            raise InputError(f"{name} is a {type(value).__name__} (the rule: a tensor, on the model's device); use torch.tensor({name})")
+            raise InputError(f"{name} is {type_of(value)} (the rule: a tensor, on the model's device); use torch.tensor({name})")
 
 
 def require_kept(logits_to_keep: Any) -> None:
@@ -58,7 +58,7 @@ def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
     """Raise InputError unless `ids` is None or integers `(B, S)`, and `embedded` is None or embedded tokens `(B, S, hidden_size)`."""
     for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
         if x is not None and not isinstance(x, Tensor):
-            raise InputError(f"{name} is a {type(x).__name__} (the layout is ({', '.join(layout)})); use torch.tensor({name})")
+            raise InputError(f"{name} is {type_of(x)} (the layout is ({', '.join(layout)})); use torch.tensor({name})")
         if x is not None and x.dim() != len(layout):
             raise InputError(
                 f"{name} has shape {tuple(x.shape)} (the layout is ({', '.join(layout)}), a row for each sequence); use {name}.unsqueeze(0) for one"
@@ -206,7 +206,7 @@ def require_own_cache(cache: Any, described: str) -> None:
     """Raise InputError unless `cache` is an `NSAModelCache` for the layers that `described_layers` describes."""
     if not isinstance(cache, NSAModelCache):
         raise InputError(
-            f"past_key_values is a {type(cache).__name__} (it holds one K and V per layer, NSA has stores per branch); "
+            f"past_key_values is {type_of(cache)} (it holds one K and V per layer, NSA has stores per branch); "
             "leave it out, or use NSAModelCache(model.config)"
         )
     if cache.described != described:

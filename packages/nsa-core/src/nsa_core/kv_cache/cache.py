@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES, NSAConfig
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
 from nsa_core.kv_cache.options import DEFAULTS, CacheOptions
 from nsa_core.kv_cache.pages import PageTable
@@ -71,7 +71,7 @@ class NSACache:
         """
         checks.check_config(config)
         if not isinstance(options, CacheOptions):
-            raise InputError(f"options={options!r} is a {type(options).__name__} (the rule: CacheOptions); use CacheOptions(static=True)")
+            raise InputError(f"options={options!r} is {type_of(options)} (the rule: CacheOptions); use CacheOptions(static=True)")
         options.check(batch_size, max_seqlen, device)
         checks.check_dtype(dtype)
         self.config = config

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_core import checks
-from nsa_core.errors import InputError
+from nsa_core.errors import InputError, type_of
 from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK
 
 
@@ -57,7 +57,7 @@ class CacheOptions(NamedTuple):
         for name in ("static", "keep_raw", "count_reads", "step_graphs"):
             option = getattr(self, name)
             if not isinstance(option, bool) and not (name == "step_graphs" and option is None):
-                raise InputError(f"{name}={option!r} is a {type(option).__name__} (the rule: a bool); use True or False")
+                raise InputError(f"{name}={option!r} is {type_of(option)} (the rule: a bool); use True or False")
         if self.num_pages is not None and self.page_size is None:
             raise InputError(
                 f"num_pages={self.num_pages} without page_size (a page has a size in tokens); use page_size=64, or leave num_pages out"

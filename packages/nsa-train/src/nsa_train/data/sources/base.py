@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from nsa_core.errors import type_of
 from nsa_train.errors import DataError
 
 TEXT_FIELD = "text"
@@ -112,7 +113,7 @@ class StripedBlocks:
 def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
     """Return the document `name` of a text field's value; a bad record if the value is not a string, or UTF-8 cannot encode it."""
     if not isinstance(text, str):
-        return Bad(where, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
+        return Bad(where, f"has {type_of(text)} in field {TEXT_FIELD!r} (it must hold a string)")
     try:
         return Document(name, text.encode("utf-8"))
     except UnicodeEncodeError as error:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nsa_core.errors import type_of
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Reading, Record, decoded_problem, document_of
 from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_of, unreadable
 
@@ -98,7 +99,7 @@ def record_of_line(path: Path, number: int, line: bytes) -> Record:
     except (ValueError, RecursionError) as error:
         return Bad(where, f"is not JSON ({error})")
     if not isinstance(value, dict):
-        return Bad(where, f"holds a {type(value).__name__} (each line holds one JSON object)")
+        return Bad(where, f"holds {type_of(value)} (each line holds one JSON object)")
     if TEXT_FIELD not in value:
         return Bad(where, f"has no field {TEXT_FIELD!r} (it has {_few(value)})")
     return document_of(f"{path}:{number}", where, value[TEXT_FIELD], of=f" of field {TEXT_FIELD!r}")
