@@ -225,6 +225,25 @@ def test_a_directory_of_another_plan_is_refused_before_anything_is_written(plan_
     assert {path: path.read_bytes() for path in plan_file.parent.rglob("*.toml")} == before
 
 
+def test_only_an_unfinished_trial_of_another_recipe_may_be_deleted_and_begun_again(plan_file: Path, folders: list[TrialFolder]) -> None:
+    finished, failed = folders[:2]
+    for folder in (finished, failed):
+        folder.run.root.mkdir()
+    finished.judged.write_text("{}")
+    changed = load_plan(str(plan_file), ["train.steps=3"]).trials
+    with pytest.raises(OptionError) as caught:
+        prepare(changed, finished.root)
+    lines = str(caught.value).splitlines()
+    assert [line.partition("; ")[2] for line in lines] == [
+        "name another directory",
+        f"name another directory, or delete {failed.run.root} to begin it again",
+    ]
+    failed.run.root.rmdir()
+    with pytest.raises(OptionError) as caught:
+        prepare(changed, finished.root)
+    assert str(caught.value) == lines[0]
+
+
 def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialFolder]) -> None:
     folders[0].run.root.mkdir()
     folders[0].recipe.write_text("# of an earlier version\n" + folders[0].recipe.read_text().replace(" = ", "="))

@@ -66,6 +66,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     folders = [TrialFolder(root, trial) for trial in trials]
     others = [
         f"--out={str(root)!r} holds the run {folder.trial.name!r} of another recipe (a trial goes on as it began); name another directory"
+        + ("" if folder.judged.is_file() else f", or delete {folder.run.root} to begin it again")
         for folder in folders
         if folder.recipe.is_file() and folder.run.root.exists() and not _is_recipe_of(folder)
     ]
