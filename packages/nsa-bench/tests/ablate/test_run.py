@@ -147,6 +147,14 @@ def test_a_trial_that_fails_stops_no_other_and_is_tried_again(folders: list[Tria
     assert all(folder.judged.is_file() for folder in folders)
 
 
+def test_a_failure_is_not_told_by_the_message_of_an_earlier_call(folders: list[TrialFolder], runs_as) -> None:
+    said: list[str] = []
+    for program in ("import sys; sys.exit('nsa-train: the disk is full')", "import os; os.kill(os.getpid(), 9)"):
+        runs_as({folders[0].trial.name: program})
+        run_trials(folders[:1], side_by_side=1, minutes=None, say=said.append, after_each=ignore)
+    assert [line.partition("): ")[2] for line in said if line.startswith("FAILED")] == ["nsa-train: the disk is full", "it said nothing"]
+
+
 def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: list[TrialFolder], runs_as) -> None:
     runs_as({folders[2].trial.name: SAVES})
     said: list[str] = []

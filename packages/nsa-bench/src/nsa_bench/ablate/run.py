@@ -135,6 +135,7 @@ def run_trials(
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
     running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
+    log_starts: dict[TrialFolder, int] = {}
     gpu_of: dict[TrialFolder, str | None] = {}
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
@@ -148,9 +149,10 @@ def run_trials(
                     # None: the trial sees all GPUs of this process
                     gpu = gpu_of[folder] = min(gpus, key=taken.count) if len(gpus) > 1 else None
                     say(f"started {folder.trial.name}" + (f" on GPU {gpu}" if gpu else ""))
+                    log_starts[folder] = folder.log.stat().st_size if folder.log.is_file() else 0
                     running[folder] = _started(folder, gpu)
                 for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                    say(_ended(folder, running.pop(folder).returncode))
+                    say(_ended(folder, running.pop(folder).returncode, log_starts[folder]))
                     after_each()
                 if deadline is not None and time.monotonic() > deadline and (waiting or running):
                     say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
@@ -165,7 +167,7 @@ def run_trials(
             with suppress(ProcessLookupError):
                 process.terminate()
         for folder, process in running.items():
-            say(_ended(folder, process.wait()))
+            say(_ended(folder, process.wait(), log_starts[folder]))
     return True
 
 
@@ -193,7 +195,8 @@ def _started(folder: TrialFolder, gpu: str | None) -> "subprocess.Popen[bytes]":
         )
 
 
-def _ended(folder: TrialFolder, code: int) -> str:
+def _ended(folder: TrialFolder, code: int, log_start: int = 0) -> str:
+    """Return a line about a trial that ended with exit `code`; its log before byte `log_start` is that of earlier calls."""
     if code == 0:
         return f"finished {folder.trial.name}"
     if code in (-signal.SIGTERM, *SAVED):
@@ -201,7 +204,8 @@ def _ended(folder: TrialFolder, code: int) -> str:
             return f"stopped {folder.trial.name} before it had anything to save"
         # SIGTERM itself ends a trial that loads modules, or that evaluates its trained model
         return f"saved {folder.trial.name}" if code in SAVED else f"stopped {folder.trial.name}; it goes on from step {max(steps)}"
-    lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    log = folder.log.read_bytes()[log_start:].decode("utf-8", errors="replace")
+    lines = [line for line in log.splitlines() if line.strip()]
     # another process may write to the log too
     said = [line for line in lines if line.startswith("nsa-train: ")] or lines or ["it said nothing"]
     return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {said[-1]}"
