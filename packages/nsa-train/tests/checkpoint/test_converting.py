@@ -139,6 +139,15 @@ def test_a_bad_option_ends_with_2_and_writes_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_of_a_key_that_is_given_twice_the_last_one_counts_and_is_named(
+    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--nsa", "window_size=64", "--nsa", "compressor=mean", "--nsa", " window_size = 32"]
+    assert run_command(["convert", str(dense()), "--out", str(tmp_path / "out"), *words]) == 0
+    assert "nsa-train: --nsa window_size is given 2 times; the last one counts: window_size = 32\n" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/config.json").read_text())["nsa"]["window_size"] == 32
+
+
 @pytest.mark.parametrize(("window", "num_losses"), [(1, 0), (2, 1)])
 def test_sequences_of_one_token_have_no_loss(
     dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], window: int, num_losses: int

@@ -15,7 +15,7 @@ from nsa_train.checkpoint.publish import whole
 from nsa_train.data.tokenizer import SEPARATOR, ByteTokenizer, open_bpe, reads_alike
 from nsa_train.errors import CheckpointError, ConfigError, DataError
 from nsa_train.settings.config import RunConfig, structure
-from nsa_train.settings.recipe import parse_value, to_toml
+from nsa_train.settings.recipe import parse_value, settled, to_toml
 
 RECIPE = "recipe.toml"
 TOKENIZER = "tokenizer.json"
@@ -38,7 +38,8 @@ def convert(
 ) -> list[str]:
     """Write the dense checkpoint in `source` to `out` as a model of NSA, and return lines about it.
 
-    `nsa`: a list of `key=value`. `layers`: the pattern, as for `--set model.layers`. Values are TOML or JSON. `say` gets lines of progress.
+    `nsa`: a list of `key=value`. `layers`: the pattern, as for `--set model.layers`. Values are TOML or JSON. `say` gets lines of progress, and
+    of keys that are given twice.
 
     Raises:
         ConfigError: if `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
@@ -50,7 +51,7 @@ def convert(
     from nsa_transformers.conversion import ConversionOptions, plan_conversion, write_converted
 
     pattern: Any = None if layers is None else _parsed("--layers", layers)
-    options = ConversionOptions(kv=kv, gates=gates, nsa=dict(map(_pair, nsa)), layers=pattern)  # type: ignore[arg-type]
+    options = ConversionOptions(kv=kv, gates=gates, nsa=dict(map(_pair, settled(nsa, say=say, option="--nsa"))), layers=pattern)  # type: ignore[arg-type]
     try:
         conversion = plan_conversion(source, options)
         recipe = _recipe_of(conversion.config, source, out)

@@ -93,8 +93,8 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     return toml_tables(as_text(content, "utf-8-sig"))
 
 
-def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str]:
-    """Return `overrides` with only the last one of each key; report keys with several."""
+def settled(overrides: Sequence[str], *, say: Callable[[str], None], option: str = "--set") -> list[str]:
+    """Return `overrides`, the values of `option`, with only the last one of each key; report keys with several."""
     last: dict[str, str] = {}
     counts = Counter(map(_key_of, overrides))
     for override in overrides:
@@ -103,7 +103,7 @@ def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str
         last[_key_of(override)] = override
     for key, count in counts.items():
         if count > 1:
-            say(f"--set {key} is given {count} times; the last one counts: {last[key].strip()}")
+            say(f"{option} {key} is given {count} times; the last one counts: {last[key].strip()}")
     return list(last.values())
 
 
