@@ -188,7 +188,12 @@ class NSAModelConfig(PreTrainedConfig):
             raise ConfigError(f"{key}={entry!r} is no layer (the rule: 'nsa', 'dense', or a table of {', '.join(LAYER_KEYS)}); use 'nsa'")
         if attention == "dense" and own:
             raise ConfigError(f"{key} is dense and would ignore {', '.join(own)}; use 'dense'")
-        return Layer(attention, self._nsa_config({**(self.nsa or {}), **own}))
+        try:
+            return Layer(attention, self._nsa_config({**(self.nsa or {}), **own}))
+        except ConfigError as error:
+            if own:
+                raise ConfigError(f"{key}: {error}") from None
+            raise
 
     def _nsa_config(self, table: Mapping[str, Any]) -> NSAConfig:
         if unknown := [key for key in table if key not in TABLE_KEYS]:
