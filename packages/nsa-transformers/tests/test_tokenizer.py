@@ -91,6 +91,14 @@ def test_a_tokenizer_that_needs_code_of_its_folder_is_refused(tmp_path):
         tokenizer_of(tmp_path)
 
 
+def test_a_tokenizer_whose_longest_text_is_no_number_is_refused(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "long"}))
+    with pytest.raises(InputError, match="has no tokenizer that can be read .*; copy its tokenizer.json and tokenizer_config.json again"):
+        tokenizer_of(tmp_path)
+
+
 def test_ids_without_text_are_numbers(reloaded):
     tokenizer = reloaded(id_tokenizer(10, separator=8, pad=9))
     assert tokenizer("3 1 7")["input_ids"] == [3, 1, 7]

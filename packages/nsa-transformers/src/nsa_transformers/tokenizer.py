@@ -62,7 +62,9 @@ def tokenizer_of(folder: Path) -> Any:
         InputError: if there is no tokenizer, it cannot be read, or it needs code of the folder.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # a setting of tokenizer_config.json that is no number is not read before
+        found("")
     # for a file that is no tokenizer the reader may raise any error; the library tokenizers raises a bare Exception
     except Exception as error:  # noqa: BLE001
         if not (folder / TOKENIZER).is_file():
@@ -72,7 +74,10 @@ def tokenizer_of(folder: Path) -> Any:
                 f"the tokenizer in {folder} needs code of that folder, which is never run; use a tokenizer without code"
             ) from None
         said = " ".join(str(error).split())
-        raise InputError(f"{folder} has no tokenizer that can be read ({said:.200}); copy its tokenizer.json again") from None
+        raise InputError(
+            f"{folder} has no tokenizer that can be read ({said:.200}); copy its tokenizer.json and tokenizer_config.json again"
+        ) from None
+    return found
 
 
 def asks_for_code(error: Exception) -> bool:
