@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -342,6 +343,14 @@ def test_a_damaged_text_file_of_a_folder_is_an_error_of_one_line(
     with pytest.raises(ConfigError, match=f"cannot be loaded .*{message}") as raised:
         open_model(folder)
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_quantized_weights_whose_reader_is_not_installed_are_refused_in_one_line(exported: Callable[..., Path]) -> None:
+    folder = exported()
+    _config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(ConfigError, match="cannot be loaded .*requires bitsandbytes.*; name a run, or a folder that an export wrote$"):
+        open_model(folder)
 
 
 @pytest.mark.parametrize("damage", ["changed bit", "class", "not json", "missing"])

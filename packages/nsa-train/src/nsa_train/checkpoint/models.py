@@ -89,8 +89,8 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
             else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
         )
         tokenizer = tokenizer_of(folder)
-    # Transformers raises ValueError, TypeError and its own errors for foreign files
-    except (NSAError, StrictDataclassError, OSError, ValueError, TypeError, AttributeError) as error:
+    # Transformers raises ValueError, TypeError and its own errors for foreign files, and ImportError for quantized weights
+    except (NSAError, StrictDataclassError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"{str(folder)!r} cannot be loaded ({said[:300]}); {ADVICE}") from None
     return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
