@@ -157,6 +157,33 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_made(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["convert", NOT_UTF_8, "--out", "out"], "SOURCE"),
+        (["convert", "model", "--out", NOT_UTF_8], "--out"),
+        (["ckpt", "import", NOT_UTF_8, "out"], "SOURCE"),
+        (["ckpt", "import", "model", NOT_UTF_8], "OUT"),
+        (["ckpt", "export", NOT_UTF_8, "out"], "CKPT"),
+        (["ckpt", "export", "model", NOT_UTF_8], "OUT"),
+        (["sample", NOT_UTF_8, "--prompt", "a"], "CKPT"),
+        (["eval", NOT_UTF_8, "--text", "model/config.json"], "RUN_OR_EXPORT"),
+        (["explore", "model", "--text", "model/config.json", "--twin", NOT_UTF_8], "--twin"),
+    ],
+)
+def test_paths_that_safetensors_cannot_open_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ["model"] if name in ("--out", "OUT") else ["model", NOT_UTF_8]:
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    assert run_command(words) == 2
+    assert capsys.readouterr().err == f"nsa-train: {name}='bad\\udcff' is not UTF-8 (safetensors opens no such path); rename it\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_the_output_cannot_spell_is_replaced(tiny_run: RunDirectory) -> None:
     words = ["sample", str(tiny_run.root), "--prompt", "caf\u00e9 \u4e1c", "--tokens", "1"]
     done = subprocess.run(

@@ -33,6 +33,7 @@ from nsa_train.settings.options import (
     AUTO,
     NEWEST,
     check_explored,
+    check_openable,
     check_path,
     check_sampling,
     check_seconds,
@@ -310,6 +311,7 @@ def sample(
     ] = None,
 ) -> int:
     """Print PROMPT and its continuation by the model of CKPT as it is generated; then, to stderr, the tokens per second."""
+    check_openable({"CKPT": ckpt})
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed, top_p=top_p, stops=stop or (), file=prompts)
     texts = [prompt] if prompts is None else read_prompts(prompts)
     from nsa_train.checkpoint.store import open_checkpoint
@@ -486,6 +488,7 @@ def export(
 ) -> int:
     """Write the weights of CKPT to OUT."""
     check_path("OUT", out)
+    check_openable({"CKPT": source, "OUT": out})
     check_writable("OUT", out)
     from nsa_train.checkpoint.commands import export as export_weights
 
@@ -504,6 +507,7 @@ def import_(
 ) -> int:
     """Create a run at OUT that begins with the weights of SOURCE; `nsa-train resume OUT` trains it."""
     check_path("OUT", out)
+    check_openable({"SOURCE": source, "OUT": out})
     check_source(source)
     check_writable("OUT", out)
     overrides = settled(set_ or (), say=warn)
@@ -531,6 +535,7 @@ def convert(
 ) -> int:
     """Convert the dense checkpoint SOURCE to an NSA model, verify it layer by layer, and write a recipe that trains it."""
     check_path("--out", out)
+    check_openable({"SOURCE": source, "--out": out})
     check_source(source)
     check_writable("--out", out)
     from nsa_train.checkpoint.converting import convert as convert_checkpoint
@@ -621,6 +626,7 @@ def with_steps(tokens: list[str]) -> list[str]:
 
 def _check_models(inputs: Mapping[str, Path | None]) -> None:
     """Check that the paths of `inputs` (argument -> path; None: left out) hold models, before torch is loaded."""
+    check_openable(inputs)
     for name, path in inputs.items():
         if path is not None:
             require_model(name, path)

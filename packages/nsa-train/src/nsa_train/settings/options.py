@@ -72,6 +72,18 @@ def check_path(option: str, path: str | Path) -> None:
         raise ConfigError(f"{option}={_shortened(text)} has {size:,} bytes (at most {longest:,}); use a shorter path")
 
 
+def check_openable(inputs: Mapping[str, Path | None]) -> None:
+    """Check that safetensors can open files below the paths of `inputs` (argument -> path; None: left out).
+
+    Raises:
+        ConfigError: a line for each path that is not UTF-8.
+    """
+    if wrong := {name: path for name, path in inputs.items() if path is not None and not is_utf_8(str(path))}:
+        raise ConfigError.of(
+            [f"{name}={str(path)!r} is not UTF-8 (safetensors opens no such path); rename it" for name, path in wrong.items()]
+        )
+
+
 def check_writable(option: str, path: Path, file: str = "") -> None:
     """Check that `path`, or `file` below it, can be written; neither need exist.
 
