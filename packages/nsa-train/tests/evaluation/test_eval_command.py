@@ -92,6 +92,21 @@ def test_an_export_is_evaluated_on_a_text(tiny_run: RunDirectory, tmp_path: Path
     assert found[export] == pytest.approx(found[tiny_run.root], rel=1e-4)
 
 
+def test_an_export_reads_no_text_that_is_not_utf_8(tiny_run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    export, text = tmp_path / "export", tmp_path / "text.txt"
+    assert run_command(["ckpt", "export", str(tiny_run.root), str(export), "--format", "hf"]) == 0
+    text.write_bytes(b"A caf\xe9 by the sea.")
+    assert run_command(["eval", str(export), "--out", str(tmp_path / "out"), "--tasks", "loss-by-position", "--text", str(text)]) == 2
+    said = capsys.readouterr().err
+    assert f"--text={str(text)!r} is not UTF-8 at byte 5 (the model's tokenizer reads characters); convert it to UTF-8\n" in said
+    assert not (tmp_path / "out").exists()
+    # a run on bytes reads any text
+    assert (
+        run_command(["eval", str(tiny_run.root), "--out", str(tmp_path / "out"), "--tasks", "loss-by-position", "--text", str(text)]) == 0
+    )
+
+
 def test_a_model_without_a_bound_of_positions_needs_lengths(
     tiny_run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +157,8 @@ def test_without_the_extra_the_picture_alone_is_missing(
         (["--text", "{nowhere}", "--tasks", "loss-by-position"], "cannot be read"),
         (["--text", "{here}", "--tasks", "loss-by-position"], "cannot be read"),
         (["--text", "{long}", "--tasks", "loss-by-position"], "has 129 tokens (the model has 128 positions"),
+        (["--text", "{short}", "--tasks", "loss-by-position"], "short' has 1 of the 2 tokens that a loss needs; name a longer text"),
+        (["--text", "{blank}", "--tasks", "loss-by-position"], "blank' has 0 of the 2 tokens that a loss needs; name a longer text"),
         (["--text", "{long}", "--tasks", "mqar"], "--text would be ignored (no task of mqar reads a text)"),
         (["--twin", "{run}", "--tasks", "mqar,copy"], "--twin would be ignored (no task of mqar, copy reads it)"),
         (["--twin", "{nowhere}"], "--twin="),
@@ -154,8 +171,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
 ) -> None:
     out, here = tmp_path / "out", tmp_path / "here"
     here.mkdir()
-    (here / "long").write_text("x" * 129)
-    names = {"nowhere": str(tmp_path / "nowhere"), "here": str(here), "long": str(here / "long"), "run": str(needle_run)}
+    names = {"nowhere": str(tmp_path / "nowhere"), "here": str(here), "run": str(needle_run)}
+    for name, size in (("long", 129), ("short", 1), ("blank", 0)):
+        (here / name).write_text("x" * size)
+        names[name] = str(here / name)
     assert run_command(["eval", str(needle_run), "--out", str(out), *(word.format(**names) for word in words)]) == 2
     assert reason in capsys.readouterr().err
     assert not out.exists()

@@ -21,6 +21,7 @@ from nsa_train.data.stream import open_validation
 from nsa_train.errors import ConfigError
 from nsa_train.evaluation.modes import RandomChoice, limited_to
 from nsa_train.evaluation.options import EvalOptions, Mode, unreadable
+from nsa_train.explore.text import token_ids
 from nsa_train.files import MOST_RECORDS, read_regular
 from nsa_train.model.choosing import registry_of
 
@@ -125,7 +126,7 @@ class Subject:
         """Return the texts, one per batch, or the validation batches of the run.
 
         Raises:
-            ConfigError: for a text that cannot be read, or is longer than the model's positions.
+            ConfigError: for a text that cannot be read, is too short for a loss, or is longer than the model's positions.
             DataError: if the run's data cannot be read.
         """
         if self.options.texts:
@@ -135,13 +136,15 @@ class Subject:
 
     def _batch_of(self, path: Path) -> Batch:
         try:
-            ids = self.opened.tokenizer.encode(read_regular(path, MOST_RECORDS)).numpy()
+            content = read_regular(path, MOST_RECORDS)
         except (OSError, ValueError) as error:
             raise ConfigError(unreadable(path, error)) from None
-        most = self.opened.max_position
-        if not 2 <= len(ids) <= most:
+        ids = token_ids(content, self.opened.tokenizer, path).numpy().astype(np.int32) if content else np.zeros(0, np.int32)
+        if len(ids) < 2:
+            raise ConfigError(f"--text={str(path)!r} has {len(ids)} of the 2 tokens that a loss needs; name a longer text")
+        if len(ids) > (most := self.opened.max_position):
             raise ConfigError(
-                f"--text={str(path)!r} has {len(ids):,} tokens (the model has {most:,} positions, and a loss needs 2 tokens); "
+                f"--text={str(path)!r} has {len(ids):,} tokens (the model has {most:,} positions); "
                 "cut it into files of that size, and name each with --text"
             )
         return collate([Row(ids, np.append(ids[1:], np.int32(IGNORED)), [len(ids)], 1)])
