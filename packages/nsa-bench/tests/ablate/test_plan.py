@@ -64,6 +64,12 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
             "plan.toml: grid.train.seed=[1, 2] is not read (each trial has one of the plan's",
         ),
         ("[arms.nsa]", "[arms.nsa]\ntrain.seed = 5", "plan.toml: arms.nsa.train.seed=5 is not read"),
+        (
+            "[arms.nsa]",
+            "[arms.nsa]\ntrain.lr = 1e-4",
+            "plan.toml: arms.nsa.train.lr=0.0001 is not read (grid.train.lr sets it in every trial); drop one of the two",
+        ),
+        ("train.steps = 2", "train.lr = 2e-4", "plan.toml: set.train.lr=0.0002 is not read (grid.train.lr sets it in every trial)"),
         ("[1e-3, 1e-2]", "[]", "plan.toml: grid.train.lr=[] is not a list of values; name one value or more, or drop the key"),
         ('baseline = "dense"', 'baseline = ["dense"]', "plan.toml: baseline=['dense'] is none of the arms (dense, nsa); name one of them"),
         ("[set]", "[set", "plan.toml cannot be read as TOML"),

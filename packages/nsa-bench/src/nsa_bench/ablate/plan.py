@@ -172,6 +172,17 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
                 advice = "name one value or more, or drop the key" if values == [] else f"use [{values!r}]"
                 yield f"grid.{key}={values!r} is not a list of values; {advice}"
     yield from _settings_of_seeds(content)
+    yield from _replaced_by_the_grid(content)
+
+
+def _replaced_by_the_grid(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key of `set` and of an arm that the grid sets too, so that no trial has its value."""
+    arms, grid = content.get("arms"), content.get("grid", {})
+    tables = {"set": content.get("set"), **({f"arms.{name}": keys for name, keys in arms.items()} if isinstance(arms, dict) else {})}
+    for name, table in tables.items():
+        if isinstance(table, dict) and isinstance(grid, dict):
+            for key in sorted(_keys(table).keys() & _keys(grid).keys()):
+                yield f"{name}.{key}={_keys(table)[key]!r} is not read (grid.{key} sets it in every trial); drop one of the two"
 
 
 def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[str]:
