@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.errors import BenchError
+from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.options import ResultFiles
 from nsa_core.environment import describe_environment
 
@@ -53,13 +53,22 @@ class Output:
         environment = describe()
         return environment | {"commit": self.commit or environment["commit"]}
 
-    def check_files(self, *others: Path | None) -> None:
+    def check_files(self, *others: Path | None, plan: Path | None = None) -> None:
         """Check that the files, and `others` that the command writes, can be written, before anything is measured.
 
         Raises:
+            OptionError: if a file would replace another one, or `plan`, the file of a plan.
             OSError: if one cannot be written.
         """
-        check_writable(path for path in (self.files.json_file, self.files.csv_file, *others) if path is not None)
+        paths = [path for path in (self.files.json_file, self.files.csv_file, *others) if path is not None]
+        taken = {} if plan is None else {plan.resolve(): "the plan"}
+        for path in paths:
+            if said := taken.get(path.resolve()):
+                raise OptionError(f"{str(path)!r} is {said} (it would be lost); name another file for results")
+            # a device or pipe takes several results
+            if path.is_file() or not path.exists():
+                taken[path.resolve()] = "the file of other results"
+        check_writable(paths)
 
     def say(self, line: str) -> None:
         """Print a line of progress."""

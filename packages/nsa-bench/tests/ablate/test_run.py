@@ -271,12 +271,17 @@ def test_a_recipe_may_be_spelled_otherwise(plan_file: Path, folders: list[TrialF
         (["--set", "train.lrr=3"], "train.lrr is unknown"),
         (["--set", "train.lr=3"], "--set train.lr=3 is not read (section grid of plan.toml sets it); change it there"),
         (["--set", "model.attention='nsa'"], "--set model.attention='nsa' is not read (section arms.dense of plan.toml sets it)"),
+        (["--json", "{plan}"], "plan.toml' is the plan (it would be lost); name another file for results"),
+        (["--json", "{folder}/a", "--png", "{folder}/./a"], "/a' is the file of other results (it would be lost); name another file"),
         (["--png", "/nowhere/a.png"], "No such file or directory: '/nowhere/a.png'; give a path that can be written"),
     ],
 )
 def test_bad_options_are_refused(plan_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    before = plan_file.read_text()
+    words = [word.format(plan=plan_file, folder=plan_file.parent) for word in words]
     assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out"), *words]) == 2
     assert message in capsys.readouterr().err
+    assert plan_file.read_text() == before
     assert not (plan_file.parent / "out").exists()
 
 

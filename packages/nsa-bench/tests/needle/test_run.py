@@ -137,6 +137,13 @@ def test_minutes_that_leave_no_time_are_refused(plan_file: Path, minutes: str, c
     assert not (plan_file.parent / "out").exists()
 
 
+def test_results_never_replace_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = plan_file.read_text()
+    assert run_command(["needle", str(plan_file), "--out", str(plan_file.parent / "out"), "--json", str(plan_file)]) == 2
+    assert "is the plan (it would be lost); name another file for results" in capsys.readouterr().err
+    assert plan_file.read_text() == before
+
+
 def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path) -> None:
     plan, _ = load_plan(str(plan_file), plan_file.parent / "out")
     rights = {64: (2, 2, 2), 80: (2, 1, 0)}

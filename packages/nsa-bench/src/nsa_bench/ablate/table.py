@@ -52,7 +52,7 @@ def run_ablation(
     plan = load_plan(name, overrides)
     known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
     trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
-    output.check_files(png_file)
+    output.check_files(png_file, plan=Path(name))
     root = out or Path("ablations") / plan.name
     check_trials(trials, root)
     folders = prepare(trials, root)

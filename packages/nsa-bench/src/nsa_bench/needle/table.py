@@ -42,7 +42,7 @@ def run_needle(
     if unknown := [arm for arm in arms if arm not in known]:
         raise OptionError(f"--arm={unknown[0]!r} is none of the arms of {plan.name!r}; use one of {listed(known)}")
     chosen = [arm for arm in plan.arms if not arms or arm.name in arms]
-    output.check_files(png_file)
+    output.check_files(png_file, plan=Path(name))
 
     def write() -> list[dict[str, Any]]:
         results = [arm_result(plan, arm, root) for arm in plan.arms]
