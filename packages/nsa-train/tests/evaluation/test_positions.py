@@ -52,8 +52,17 @@ def test_a_mode_holds_for_every_token(random_subject: Callable[..., Subject]) ->
     assert len(set(last.values())) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"a", b"x" * 33])
-def test_a_text_that_does_not_fit_the_positions_is_refused(random_subject: Callable[..., Subject], tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "text.txt' has 0 of the 2 tokens that a loss needs; name a longer text$"),
+        (b"a", "text.txt' has 1 of the 2 tokens that a loss needs; name a longer text$"),
+        (b"x" * 33, r"text.txt' has 33 tokens \(the model has 32 positions\); cut it into files of that size"),
+    ],
+)
+def test_a_text_that_does_not_fit_the_positions_is_refused(
+    random_subject: Callable[..., Subject], tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "text.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"text.txt' has {len(content)} tokens \(the model has 32 positions"):
+    with pytest.raises(ConfigError, match=message):
         _ = random_subject(texts=(tmp_path / "text.txt",)).held_out
