@@ -228,16 +228,21 @@ def _terminate(then: str, number: int, frame: FrameType | None) -> None:
         # the process is ending and prints why
         return
     cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
-    raise SignalledError(f"stopped by {cause} {then}", exit_code=TerminatedError.exit_code)
+    _end(SignalledError(f"stopped by {cause} {then}", exit_code=TerminatedError.exit_code))
 
 
 def _interrupt(then: str, number: int, frame: FrameType | None) -> NoReturn:
-    message = f"interrupted by Ctrl-C {then}"
+    _end(SignalledError(f"interrupted by Ctrl-C {then}", exit_code=INTERRUPTED))
+
+
+def _end(error: SignalledError) -> NoReturn:
     if is_loading("torch"):
         # C code in torch would discard the error
-        warn(message)
-        os._exit(reported(INTERRUPTED, is_own=True))
-    raise SignalledError(message, exit_code=INTERRUPTED)
+        ending = ending_of(error)
+        if ending.line:
+            warn(ending.line)
+        os._exit(reported(ending.code, is_own=ending.is_own))
+    raise error
 
 
 def _dump_stacks(number: int, frame: FrameType | None) -> None:
