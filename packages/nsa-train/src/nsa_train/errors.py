@@ -77,9 +77,10 @@ class SignalledError(KeyboardInterrupt):
     It is not an `Exception`: the signal may come inside a library that catches all of those.
     """
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
+    def __init__(self, message: str, *, exit_code: int, number: int = 0) -> None:
+        """`number`: the signal, if it ends this process."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.number = exit_code, number
 
 
 class LostContactError(TrainError):

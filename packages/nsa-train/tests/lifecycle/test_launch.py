@@ -176,16 +176,37 @@ def test_the_peers_of_a_rank_that_died_say_so_in_a_line(tiny_recipe: Path, tmp_p
     run, peer = RunDirectory(tmp_path / "run"), 1 - killed
     words = [word.replace("train.strategy=ddp", f"train.strategy={strategy}") for word in ENDLESS]
     with _started(*words, recipe=tiny_recipe, out=run.root) as process:
-        os.kill(_wait_for(run, 3, rank=killed), signal.SIGKILL)
+        pid = _wait_for(run, 3, rank=killed)
+        os.kill(pid, signal.SIGKILL)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, err
     assert "Traceback" not in err
-    [line] = [line for line in err.splitlines() if line.startswith("nsa-train: ")]
+    [line, launchers] = [line for line in err.splitlines() if line.startswith("nsa-train: ")]
+    assert launchers == f"nsa-train: rank {killed} (process {pid}) {_ended_by('SIGKILL')}"
     assert line.startswith(f"nsa-train: rank {peer}: lost contact with another rank (")
     assert line.endswith("); its message, or the launcher's, says why; go on with --resume")
     last = _beats(run, peer)[-1]
     assert (last["msg"], last["code"]) == ("halt", 1)
     assert last["reason"] == line.removeprefix("nsa-train: ")
+
+
+def _ended_by(name: str) -> str:
+    return f"was ended by {name}, and the run with it (it needs all ranks); go on with --resume auto"
+
+
+def test_a_signal_to_one_rank_alone_before_the_first_step_is_told(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with _started(*ENDLESS, recipe=tiny_recipe, out=run.root) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(pids := children.read_text().split()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(int(pids[1]), signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, err
+    [line] = [line for line in err.splitlines() if line.startswith("nsa-train: ")]
+    assert line == f"nsa-train: rank 1 (process {pids[1]}) {_ended_by('SIGTERM')}"
+    assert not run.root.exists()
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_signal_before_the_loop_ends_the_run_with_its_code(
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
-@pytest.mark.parametrize(("is_stop_of_all", "code", "left"), [(True, 0, ["code-1"]), (False, 1, [])])
+@pytest.mark.parametrize(("is_stop_of_all", "code", "left"), [(True, 0, ["code-1"]), (False, 128 + signal.SIGTERM, [])])
 def test_sigterm_to_one_rank_alone_is_no_end_of_the_run(
     is_stop_of_all: bool, code: int, left: list[str], tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,8 @@ from cyclopts import Parameter
 
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
-from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, handled, joint_code, worker_pids
+from nsa_train.lifecycle.console import warn
+from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, SIGNALLED, STOP, handled, joint_code, worker_pids
 from nsa_train.lifecycle.stopping import SIGNALS, TERMINATING
 from nsa_train.settings.config import RunConfig
 
@@ -148,14 +149,25 @@ def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int
         failed = 0
         try:
             elastic_launch(config, entrypoint=command)(*arguments)
-        except ChildFailedError:
-            # each worker has reported its error
+        except ChildFailedError as error:
             failed = TrainError.exit_code
+            # each worker has reported its error, unless a signal ended it
+            rank, first = error.get_first_failure()
+            if not heard and (name := _signal_of(first.exitcode)):
+                warn(
+                    f"rank {rank} (process {first.pid}) was ended by {name}, and the run with it (it needs all ranks); go on with --resume auto"
+                )
         finally:
             del ENVIRONMENT[FOLDER], ENVIRONMENT[LAUNCHER]
         code = joint_code(Path(folder)) or failed
         # a worker that had not started, or that torchrun ended, cannot report the signal
         return max(heard) if heard and code in (TrainError.exit_code, *CODES.values()) else code
+
+
+def _signal_of(code: int) -> str:
+    """Return the name of the signal that ended a worker with exit code `code`; empty if none did."""
+    number = -code if code < 0 else code - SIGNALLED
+    return next((one.name for one in signal.Signals if one == number), "")
 
 
 @contextmanager

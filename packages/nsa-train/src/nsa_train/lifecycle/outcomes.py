@@ -50,6 +50,8 @@ LOOK_S = 0.5
 """Seconds between two checks that the launcher still runs."""
 _PARENT = os.getppid()
 STDERR = 2
+SIGNALLED = 128
+"""The exit code of a process that a signal ended, by convention of shells, is this plus the signal's number."""
 UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
 _ENDED = threading.Event()
 """Set once a command has ended in this process, which may still print messages."""
@@ -73,7 +75,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
             error = error.__context__
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
             # the signal was only for this rank, not for the run: torchrun must end the others, or report the failure of another rank
-            return Ending(TrainError.exit_code, is_own=False)
+            return Ending(SIGNALLED + error.number, is_own=False)
     # each host reports the end of its launcher, because rank 0 may be on another host
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
     is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
@@ -228,7 +230,7 @@ def _terminate(then: str, number: int, frame: FrameType | None) -> None:
         # the process is ending and prints why
         return
     cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
-    _end(SignalledError(f"stopped by {cause} {then}", exit_code=TerminatedError.exit_code))
+    _end(SignalledError(f"stopped by {cause} {then}", exit_code=TerminatedError.exit_code, number=number))
 
 
 def _interrupt(then: str, number: int, frame: FrameType | None) -> NoReturn:
