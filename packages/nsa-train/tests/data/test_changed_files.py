@@ -99,12 +99,19 @@ def _replace(path: Path) -> None:
     other.replace(path)
 
 
+def _make_pipe(path: Path) -> None:
+    """Replace it by a named pipe, which a plain open would wait for."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 CHANGES: dict[str, Callable[[Path], None]] = {
     "shrunk": _shrink,
     "grown": _grow,
     "edited": _edit,
     "replaced": _replace,
     "deleted": Path.unlink,
+    "pipe": _make_pipe,
 }
 
 
@@ -131,7 +138,8 @@ def test_a_file_that_changes_under_a_run_ends_it_by_name(
         with pytest.raises(DataError, match=r"data\.path: .*\.(jsonl|txt|parquet) ") as caught:
             _read(stream)
     assert any(str(path) in str(caught.value) for path in corpus.files)
-    assert ("No such file" if change == "deleted" else "the file changed after it was opened") in str(caught.value)
+    said = {"deleted": ("No such file",), "pipe": ("named pipe", "and is 0 (")}.get(change, ("the file changed after it was opened",))
+    assert any(words in str(caught.value) for words in said)
     assert str(caught.value).endswith("put the file back as it was and start again, or use --set data.on_bad_record=skip")
 
 
@@ -231,6 +239,18 @@ def test_a_corpus_that_is_gone_ends_a_run_that_skips_with_the_reason(tmp_path: P
         ):
             next(stream)
         assert stream.figures()["data_bad_records"] <= NUM_LINES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pipes_in_place_of_a_corpus_end_a_run_that_skips(tmp_path: Path, data_config: Callable[..., RunConfig], kind: str) -> None:
+    corpus = _corpus(tmp_path, kind)
+    config = data_config(*corpus.sets, "data.workers=0", "data.on_bad_record=skip")
+    with open_training_stream(config) as stream:
+        next(stream)
+        for path in corpus.files:
+            _make_pipe(path)
+        with pytest.raises(DataError, match=r"^data: no block holds a document for training"):
+            _read(stream, epochs=3)
 
 
 @pytest.mark.parametrize("turns", [1, 3])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nsa_train.data.sources.base import Bad, Reading
 from nsa_train.errors import DataError
+from nsa_train.files import IrregularFileError, open_regular
 
 Hashes = NDArray[np.uint32]
 """(blocks,): the hash of each block; 0 if it is unknown"""
@@ -115,13 +116,13 @@ class LocalFile(NamedTuple):
         """
         left = stop - start
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, None) as file:
                 file.seek(start)
                 while left > 0 and (piece := file.read(min(left, _PIECE))):
                     left -= len(piece)
                     yield piece
                 now = os.fstat(file.fileno())
-        except OSError as error:
+        except (OSError, IrregularFileError) as error:
             raise _lost(error) from None
         # after reading, so that changes before and during the read are found
         self.require_same(now)
@@ -296,8 +297,8 @@ def _require_regular(path: Path) -> None:
     raise DataError(f"data.path: {path} cannot be read ({kind}); name a readable file or a glob")
 
 
-def _lost(error: OSError) -> LostError:
-    return LostError(f"cannot be read ({error.strerror or error})")
+def _lost(error: OSError | IrregularFileError) -> LostError:
+    return LostError(f"cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
 def _time(stamp_ns: int) -> str:

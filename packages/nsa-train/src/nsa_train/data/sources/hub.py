@@ -61,6 +61,8 @@ class LocalShards(WholeFiles):
         number = start
         try:
             self.record_hash(block)
+            # before it is opened: a pipe would wait
+            file.require_same()
             for record in self._records(file.path, start) if file.size else [_empty(file.path)][start:]:
                 file.require_same()
                 yield record

@@ -118,9 +118,15 @@ def _schema_problem(schema: Any) -> str | None:
 
 
 def _column_parts(group: _Group) -> Iterator[list[bytes | None] | Bad]:
-    """Yield the values of the column, a few rows at a time, and what ended it early."""
+    """Yield the values of the column, a few rows at a time, and what ended it early.
+
+    Raises:
+        LostError: if the file has changed.
+    """
     arrow = _pyarrow()
     count = 0
+    # before it is opened: a pipe would wait
+    group.file.require_same()
     try:
         with arrow.parquet.ParquetFile(group.file.path) as file:
             for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group.number], columns=[TEXT_FIELD]):
