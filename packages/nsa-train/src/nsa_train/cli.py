@@ -170,15 +170,13 @@ def preflight(
 
 def _check_directory(run: RunDirectory, step: int | None, *, dry_run: bool) -> None:
     """Raise ConfigError if `run` cannot be started or resumed in its directory, as far as that shows without torch."""
-    if step == AUTO:
-        return
-    if step is not None:
+    if step not in (None, AUTO):
         reason = run.why_not_resumable()
     elif dry_run or is_under_torchrun():
         # a dry run reports this together with all other findings; in a launched run rank 0 may have written there already
         return
     else:
-        reason = claimed_by_another(run.checkpoints) or run.why_not_new()
+        reason = claimed_by_another(run.checkpoints) or (run.why_not_new() if step is None else "") or run.why_not_writable()
     if reason:
         raise ConfigError(reason)
 

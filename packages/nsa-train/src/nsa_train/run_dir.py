@@ -1,5 +1,6 @@
 """The names of a run's files in its directory."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -83,6 +84,18 @@ class RunDirectory:
     def why_not_new(self) -> str:
         """Return the message that refuses a new run here; empty if there is no run."""
         return self.not_empty() if self.holds_run() else ""
+
+    def why_not_writable(self) -> str:
+        """Return the message that refuses to write here, or so far up that this directory can be made; empty if that is possible."""
+        above = self.root.absolute().parents
+        existing = next(folder for folder in (self.root, *above) if folder.exists())
+        if link := next((folder for folder in (self.root, *above) if folder.is_symlink() and not folder.exists()), None):
+            reason, advice = f"cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there)", "make that, or name"
+        elif not existing.is_dir() or not os.access(existing, os.W_OK):
+            reason, advice = f"cannot be written ({existing} refuses it)", "name"
+        else:
+            return ""
+        return f"--out={str(self.root)!r} {reason}; {advice} another directory"
 
     def not_empty(self) -> str:
         """Return the message that refuses a new run in a directory that holds anything."""

@@ -19,7 +19,6 @@ BYTES_PER_PARAMETER = 12
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
     """Check that `out_dir` belongs to this run, can be written, is not used by a running one, and holds no .HALT."""
-    existing = nearest_existing(out_dir)
     runs_above = (run for run in map(RunDirectory, out_dir.absolute().parents) if run.config.is_file() and run.heartbeat.is_file())
     around = next(runs_above, None)
     if not is_utf_8(str(out_dir)):
@@ -28,13 +27,8 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(claim)
     elif out_dir.is_dir() and not resuming and not _is_untouched(RunDirectory(out_dir)):
         findings.failed.append(RunDirectory(out_dir).not_empty())
-    elif link := next((folder for folder in (out_dir, *out_dir.absolute().parents) if folder.is_symlink() and not folder.exists()), None):
-        findings.failed.append(
-            f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
-            "make that, or name another directory"
-        )
-    elif not existing.is_dir() or not os.access(existing, os.W_OK):
-        findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
+    elif refused := RunDirectory(out_dir).why_not_writable():
+        findings.failed.append(refused)
     elif resuming and (absent := RunDirectory(out_dir).why_not_resumable()):
         findings.failed.append(absent)
     elif around is not None:
