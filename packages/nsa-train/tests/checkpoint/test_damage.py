@@ -139,6 +139,12 @@ def test_a_damaged_file_names_expected_and_found(root: Path) -> None:
     _is_refused(root, f"{path} is damaged: SHA-256 expected ", ", found ")
 
 
+def test_a_manifest_that_an_editor_formatted_is_not_said_to_have_another_sum(root: Path) -> None:
+    path = root / "step-2" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    _is_refused(root, "is damaged: its values are those written and its bytes are not, as after an editor")
+
+
 def _with_manifest(folder: Path, **changes: object) -> None:
     """Change the manifest of `folder` and sign it again, as a newer version or a person would."""
     content = {**manifests.read_manifest(folder), **changes}

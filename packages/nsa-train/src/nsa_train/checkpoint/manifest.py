@@ -50,7 +50,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         said = str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
         raise CheckpointError(f"{path} is not a manifest ({said}); {OTHERS}") from None
     if not is_as_spelled:
-        raise CheckpointError(f"{path} is damaged: SHA-256 expected {expected!s:.64}, found {_digest(manifest)}; {OTHERS}")
+        found = _digest(manifest)
+        same = "its values are those written and its bytes are not, as after an editor"
+        problem = same if found == expected else f"SHA-256 expected {expected!s:.64}, found {found}"
+        raise CheckpointError(f"{path} is damaged: {problem}; {OTHERS}")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
             f"{path} has schema_version={short(manifest.get('schema_version'))} (this version reads {SCHEMA_VERSION}); "
