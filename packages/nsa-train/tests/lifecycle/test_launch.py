@@ -274,7 +274,12 @@ def test_two_hosts_meet_and_train_as_one(tiny_recipe: Path, tmp_path: Path) -> N
 def test_a_worker_knows_when_its_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it ended before the worker was up, and where another program stands between the two."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
+    # it is a zombie until its status is collected
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setenv(STARTER, str(ended.pid))
+    assert has_lost_launcher()
     ended.wait()
+    monkeypatch.delenv(STARTER)
     monkeypatch.setenv(LAUNCHER, str(ended.pid))
     assert not has_lost_launcher(), "whoever is no worker may outlive its parent"
     monkeypatch.setenv(STARTER, str(ended.pid))

@@ -31,7 +31,7 @@ from nsa_train.errors import (
     TrainError,
     exit_code_of,
 )
-from nsa_train.host.environment import ENVIRONMENT
+from nsa_train.host.environment import ENVIRONMENT, proc_fields
 from nsa_train.lifecycle.console import warn
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
@@ -115,14 +115,16 @@ def has_lost_launcher() -> bool:
         return False
     if os.getppid() != _PARENT:
         return True
+    # check the launcher's own process: it may have ended before this module was loaded, and a process between the two may live longer
+    launcher = int(ENVIRONMENT.get(LAUNCHER if is_worker() else STARTER, _PARENT))
     try:
-        # check the launcher's own process: it may have ended before this module was loaded, and a process between the two may live longer
-        os.kill(int(ENVIRONMENT.get(LAUNCHER if is_worker() else STARTER, _PARENT)), 0)
+        os.kill(launcher, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         pass
-    return False
+    # a zombie: its parent has not collected its status, and may first read the output of this process to its end
+    return proc_fields(f"/proc/{launcher}/status").get("State", "").startswith("Z")
 
 
 def heed_launcher() -> None:
