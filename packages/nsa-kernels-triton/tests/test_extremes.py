@@ -143,12 +143,18 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
     assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape, device=DEVICE), SMALL, size)
 
 
-@pytest.mark.parametrize("lengths", [None, (17, 0, 23)], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [(4, None), (4, (17, 0, 23)), (40, (9, 5))],
+    ids=["dense", "packed", "more heads than a tile of the choice's rows"],
+)
 @pytest.mark.parametrize("branch", OPERANDS)
-def test_two_equal_weights_of_a_row_add_up_to_1(branch: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_equal_weights_of_a_row_add_up_to_1(
+    branch: str, heads: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # so that a program has several tiles
     monkeypatch.setattr(interval, "LOWERING_PROGRAMS", 2)
-    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64, lengths=lengths)
+    shape = Shape(num_queries=40, num_heads=heads, num_kv_heads=1, head_dim_qk=64, head_dim_v=64, lengths=lengths)
     inputs, indices = scaled(make_inputs(shape, device=DEVICE), 300).to(torch.bfloat16), random_block_indices(shape, device=DEVICE)
     keys = inputs.tensors[OPERANDS[branch][1]]
     # every second key repeats the one before it

@@ -17,10 +17,14 @@ from cyclopts import App
 from nsa_core import Operation
 from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError, NSAError
 from nsa_core.errors import ConfigError as CoreConfigError
+from nsa_train import cli
 from nsa_train.__about__ import __version__
+from nsa_train.checkpoint.claim import claim, release
 from nsa_train.cli import app, run_command
+from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import structure
+from nsa_train.settings.options import AUTO
 from nsa_train.settings.recipe import load_config, shipped_recipes
 
 
@@ -446,3 +450,13 @@ def test_a_reader_that_went_away_is_no_error_to_speak_of(tiny_run: RunDirectory,
     ]
     os.close(writer)
     assert [(one.returncode, one.stderr) for one in done] == [(1, "")] * 2
+
+
+def test_a_host_that_joins_a_run_may_find_it_claimed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    descriptor = claim(run.checkpoints)
+    cli._check_directory(run, AUTO, dry_run=False)
+    with pytest.raises(ConfigError, match="belongs to"):
+        cli._check_directory(run, None, dry_run=False)
+    release(run.checkpoints, descriptor)

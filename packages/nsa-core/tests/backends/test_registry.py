@@ -579,6 +579,15 @@ class Wrapper:
         return self.backend(*operands, **keywords)
 
 
+def test_a_wrapper_that_cannot_be_called_is_no_backend():
+    class Forwarding:
+        def __getattr__(self, name):
+            return getattr(CountingBackend(), name)
+
+    with pytest.raises(InputError, match="and lacks __call__; add it$"):
+        BackendRegistry((Forwarding(),))
+
+
 def test_a_wrapper_of_a_backend_is_a_backend():
     backend = CountingBackend()
     registry = BackendRegistry((Wrapper(backend),))

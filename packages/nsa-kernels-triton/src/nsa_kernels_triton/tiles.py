@@ -109,14 +109,15 @@ def shift_of(lse, EXACT: tl.constexpr):
 @triton.jit
 def is_lowerable(shift):
     """Return True for the shifts that `lower_kernel` lowers if their row has a single weight: RESTRAINED ones that are not EXTREME."""
-    return (tl.abs(shift) >= RESTRAINED) & (tl.abs(shift) < EXTREME * (1 - EXTREME_MARGIN))
+    return (tl.abs(shift) >= RESTRAINED) & (tl.abs(shift) < EXTREME)
 
 
 @triton.jit
 def lower_alone(shift_ptrs, shift, total, largest, exists):
     """Lower the stored shifts of rows whose weights add up to `total` and whose largest weight is `largest`, if this is their single weight.
 
-    Then the weight is 1 or more, and is cut at 1. With several weights that cut would not make their sum 1, so their shift stays.
+    Then the weight is 1 or more, and is cut at 1. With several weights that cut would not make their sum 1, so their shift stays. To lower a
+    shift twice is harmless.
     """
     is_alone = exists & is_lowerable(shift) & (total <= largest * ALONE)
     # an infinite shift minus infinity would be NaN

@@ -175,8 +175,11 @@ def _check_directory(run: RunDirectory, step: int | None, *, dry_run: bool) -> N
     elif dry_run or is_under_torchrun():
         # a dry run reports this together with all other findings; in a launched run rank 0 may have written there already
         return
+    elif step == AUTO:
+        # a host that joins a run finds the claim of its rank 0
+        reason = run.why_not_writable()
     else:
-        reason = claimed_by_another(run.checkpoints) or (run.why_not_new() if step is None else "") or run.why_not_writable()
+        reason = claimed_by_another(run.checkpoints) or run.why_not_new() or run.why_not_writable()
     if reason:
         raise ConfigError(reason)
 

@@ -64,6 +64,11 @@ def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
         yield file
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path` if it exists, else the nearest existing directory above it."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
 def read_regular(path: Path, most: int) -> bytes:
     """Return the content of the regular file `path`, at most `most` bytes.
 

@@ -76,7 +76,7 @@ def check_is_backend(backend: Any) -> None:
     if isinstance(backend, type):
         raise InputError(f"{backend!r} is a class (a backend is an object); use {backend.__name__}()")
     # no isinstance: from Python 3.12 on it misses attributes that a wrapper of a backend has through __getattr__
-    if lacks := [part for part in PARTS if not hasattr(backend, part)]:
+    if lacks := [part for part in PARTS if not (callable(backend) if part == "__call__" else hasattr(backend, part))]:
         raise InputError(f"{backend!r} is no BranchBackend ({', '.join(PARTS)}) and lacks {', '.join(lacks)}; add it")
     if backend.operation not in tuple(Operation):
         raise InputError(

@@ -194,45 +194,52 @@ def forward_kernel(
 @CachedLaunch
 @triton.jit
 def lower_kernel(
-    q_ptr, k_ptr, shift_ptr, extremes_ptr, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, factor,
+    q_ptr, k_ptr, shift_ptr, extremes_ptr, cu_seqlens_ptr, cu_keys_ptr, query_start_ptr, query_count_ptr,
+    num_rows, num_sequences, num_queries, num_keys, search_steps, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Lower the shifts of rows with a single weight (`lower_alone`); each program takes some of the forward kernel's tiles."""
+    """Lower the shifts of rows with a single weight (`lower_alone`); each program takes some of the tiles of `num_rows` rows of q times heads.
+
+    A tile may hold rows of several sequences; it reads from the first to the last key that one of them sees.
+    """
     if tl.load(extremes_ptr) == 0:
         return
     HG: tl.constexpr = H // G
-    for number in tl.range(tl.program_id(0), num_tiles * num_columns * G, tl.num_programs(0)):
-        tile, sequence, group = number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
-        is_tile = True
+    for number in tl.range(tl.program_id(0), tl.cdiv(num_rows * HG, BLOCK_ROWS) * G, tl.num_programs(0)):
+        rows = number // G * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        group = number % G
+        query = rows // HG
+        exists = query < num_rows
         if PACKED:
-            sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
-            is_tile = sequence < num_sequences
+            sequence = find_sequence(query, cu_seqlens_ptr, num_sequences, search_steps)
+            exists = exists & (sequence < num_sequences)
             sequence = tl.minimum(sequence, num_sequences - 1)
-            tile -= tl.load(cu_tiles_ptr + sequence)
-        q_row0, _num_rows, num_valid, position = query_rows(
-            sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
-        )
-        num_valid = tl.where(is_tile, num_valid, 0)
-        row0 = tile * BLOCK_ROWS
-        rows = row0 + tl.arange(0, BLOCK_ROWS)
-        queries = rows // HG
-        exists = queries < num_valid
-        heads = (q_row0 + queries) * H + group * HG + rows % HG
+            t = query - tl.load(cu_seqlens_ptr + sequence)
+            k_row0 = tl.load(cu_keys_ptr + sequence)
+        else:
+            sequence = tl.minimum(query // num_queries, num_sequences - 1)
+            t = query % num_queries
+            k_row0 = sequence * num_keys
+            if CACHED:
+                if query_count_ptr is not None:
+                    exists = exists & (t < tl.load(query_count_ptr + sequence))
+                t += tl.load(query_start_ptr + sequence)
+        heads = wide(query) * H + group * HG + rows % HG
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         if tl.max(is_lowerable(shift).to(tl.int32), 0) != 0:
-            k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64) if PACKED else sequence.to(tl.int64) * num_keys
             q1, q2 = _load_tile(q_ptr, heads, exists, D_K, K1, K2, True)
-            first, end = visible_keys(tl.where(exists, position + queries, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
-            t_last = position + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, num_valid - 1)
-            start, _middle, _tail, last_end = _key_loops(position + row0 // HG, t_last, BLOCK_KEYS, IS_WINDOW, SIZE, STRIDE, WINDOW)
+            first, end = visible_keys(tl.where(exists, t, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
+            sees_any = first < end
+            first += k_row0
+            end = tl.where(sees_any, end + k_row0, 0)
+            last_end = tl.max(end, 0)
             total = tl.zeros([BLOCK_ROWS], tl.float32)
             largest = tl.zeros([BLOCK_ROWS], tl.float32)
-            for key in tl.range(start, last_end, BLOCK_KEYS):
+            for key in tl.range(tl.min(tl.where(sees_any, first, last_end), 0), last_end, BLOCK_KEYS):
                 keys = key + tl.arange(0, BLOCK_KEYS)
-                k1, k2 = _load_tile(k_ptr, (k_row0 + keys) * G + group, keys < last_end, D_K, K1, K2, True)
+                k1, k2 = _load_tile(k_ptr, wide(keys) * G + group, keys < last_end, D_K, K1, K2, True)
                 is_visible = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
                 scores = _products(q1, q2, k1, k2, K2)
                 weights = tl.where(is_visible, exponential(scores * factor - shift[:, None], EXACT), 0.0)

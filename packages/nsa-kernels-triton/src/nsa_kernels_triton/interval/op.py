@@ -245,12 +245,13 @@ def _lower(x: Operands) -> None:
     """Lower the shifts of rows with a single weight, if the call has extremes; see `tiles.lower_alone`."""
     # tiles of q and k fit the shared memory of every GPU, for any D_k
     block = 64 if x.q.dtype.itemsize * x.q.shape[3] <= 256 else 32
-    tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, block, of_keys=False)
+    num_rows, sequences = x.q.shape[0] * x.q.shape[1], x.sequences
+    num_tiles = cdiv(num_rows * x.heads_per_group, block) * x.k.shape[2]
     constants = {name: value for name, value in _backward_constants(x).items() if name not in ("D_V", "V1", "V2", "GATE")}
-    kernels.lower_kernel[(min(LOWERING_PROGRAMS, *tiling.grid(x.k.shape[2])),)](
-        x.q, x.k, x.shift, x.extremes, *x.sequences.arguments(tiling),
-        x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], tiling.num_tiles, tiling.num_sequences, x.sequences.search_steps,
-        score_factor(x.q, x.scale), **constants, BLOCK_ROWS=block, BLOCK_KEYS=block, num_warps=4, num_stages=1,
+    kernels.lower_kernel[(min(LOWERING_PROGRAMS, num_tiles),)](
+        x.q, x.k, x.shift, x.extremes, sequences.cu_seqlens, sequences.cu_keys, sequences.start, sequences.count,
+        num_rows, sequences.num_sequences, x.q.shape[1], x.k.shape[1], sequences.search_steps, score_factor(x.q, x.scale),
+        **constants, BLOCK_ROWS=block, BLOCK_KEYS=block, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

@@ -219,15 +219,19 @@ def lower_kernel(
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, NUM_SELECTED: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Lower the shifts of rows if they have a single weight (`lower_alone`); each program takes some of the rows of q and groups."""
+    """Lower the shifts of rows if they have a single weight (`lower_alone`); each program takes some of the rows of q, groups and HEADS heads.
+
+    A block that a row chose twice counts twice here, so the shift of such a row may stay.
+    """
     if tl.load(extremes_ptr) == 0:
         return
     HG: tl.constexpr = H // G
-    in_group = tl.arange(0, HEADS)
-    exists = in_group < HG
+    TILES: tl.constexpr = (HG + HEADS - 1) // HEADS
     in_piece = tl.arange(0, KEYS)
-    for number in tl.range(tl.program_id(0), num_rows * G, tl.num_programs(0)):
-        row, group = number // G, number % G
+    for number in tl.range(tl.program_id(0), num_rows * G * TILES, tl.num_programs(0)):
+        row, group = number // (G * TILES), number // TILES % G
+        in_group = number % TILES * HEADS + tl.arange(0, HEADS)
+        exists = in_group < HG
         heads = wide(row) * H + group * HG + in_group
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         if tl.max(is_lowerable(shift).to(tl.int32), 0) != 0:
@@ -242,7 +246,9 @@ def lower_kernel(
             for part in tl.range(0, NUM_SELECTED * PIECES):
                 block = tl.load(indices_ptr + (wide(row) * G + group) * NUM_SELECTED + part // PIECES)
                 keys = block * SELECTION_SIZE + part % PIECES * PIECE_SIZE + in_piece
-                is_key = _is_in_piece(part % PIECES, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (keys >= 0) & (keys <= position)
+                # a product of a huge index could wrap
+                last_key = tl.where((block >= 0) & (block <= position // SELECTION_SIZE), position, -1)
+                is_key = _is_in_piece(part % PIECES, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (keys >= 0) & (keys <= last_key)
                 offsets = ((key_row0 + keys) * G + group) * D_K
                 scores = dot(q1, tl.trans(load_columns(k_ptr, offsets, is_key, 0, K1, D_K, True)), tl.zeros([HEADS, KEYS], tl.float32))
                 if K2 > 0:

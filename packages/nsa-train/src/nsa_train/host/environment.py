@@ -34,7 +34,7 @@ def is_under_torchrun() -> bool:
 def proc_fields(path: str) -> dict[str, str]:
     """Return the fields of a file of /proc with a line `name: value` for each; empty if there is no such file."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsa_train.checkpoint.claim import HOLDER, claimed_by_another
 from nsa_train.checkpoint.layout import LATEST, step_folders
-from nsa_train.files import ASIDE
+from nsa_train.files import ASIDE, nearest_existing
 from nsa_train.preflight.findings import Preflight
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
@@ -41,11 +41,6 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(
             f"--out={str(out_dir)!r} still holds .HALT (a run that finds it stops at once); remove it: rm '{RunDirectory(out_dir).halt}'"
         )
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return `path` if it exists, else the nearest existing directory above it."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _is_untouched(paths: RunDirectory) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
-from nsa_train.files import MOST_JSON, read_regular
+from nsa_train.files import MOST_JSON, nearest_existing, read_regular
 from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
 
 MOST_SAMPLED = 100_000
@@ -90,8 +90,7 @@ def check_writable(option: str, path: Path, file: str = "") -> None:
     Raises:
         ConfigError: naming `option` and the existing folder that refuses it.
     """
-    above = path.absolute().parents
-    nearest = next(folder for folder in ((path, *above) if file else above) if folder.exists())
+    nearest = nearest_existing(path if file else path.absolute().parent)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "cannot be written to" if nearest.is_dir() else "is no directory"
         written = f" ({file} is written there)" if file else ""
