@@ -146,7 +146,7 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
 @pytest.mark.parametrize(
     ("heads", "lengths"),
     [(4, None), (4, (17, 0, 23)), (40, (9, 5))],
-    ids=["dense", "packed", "more heads than a tile of the choice's rows"],
+    ids=["dense", "packed", "40 heads"],
 )
 @pytest.mark.parametrize("branch", OPERANDS)
 def test_two_equal_weights_of_a_row_add_up_to_1(

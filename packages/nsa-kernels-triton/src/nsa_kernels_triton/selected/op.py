@@ -218,18 +218,18 @@ def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: Blo
     return kernel_for("selected_backward", q, v, k, dout, selection_block_size=geometry.selection_block_size)
 
 
-LOWERED_HEADS = 32
-"""Heads of a tile when shifts are lowered; float32 tiles of more may need more shared memory than a GPU has."""
+LOWERED_HEADS = 16
+"""Heads of a tile when shifts are lowered: the smallest M of a tensor-core product, so that tiles fit the shared memory of every GPU."""
 
 
 def _lower(x: Operands, index: Index) -> None:
     """Lower the shifts of rows with a single weight, if the call has extremes; see `tiles.lower_alone`."""
-    qk, heads = parts_of(x.q.shape[3]), min(LOWERED_HEADS, max(16, next_power_of_2(x.heads_per_group)))
-    num_tiles = index.num_rows * index.num_groups * cdiv(x.heads_per_group, heads)
+    qk = parts_of(x.q.shape[3])
+    num_tiles = index.num_rows * index.num_groups * cdiv(x.heads_per_group, LOWERED_HEADS)
     kernels.lower_kernel[(min(interval.LOWERING_PROGRAMS, num_tiles),)](
         x.q, x.k, x.shift, x.extremes, index.block_indices, index.rows, index.num_rows, score_factor(x.q, x.scale),
         H=x.q.shape[2], G=index.num_groups, D_K=x.q.shape[3], K1=qk.first, K2=qk.second, NUM_SELECTED=index.block_indices.shape[3],
-        **_piece_constants(index), HEADS=heads, EXACT=is_exact(x.q), num_stages=1,
+        **_piece_constants(index), HEADS=LOWERED_HEADS, EXACT=is_exact(x.q), num_stages=1,
     )  # fmt: skip
 
 
