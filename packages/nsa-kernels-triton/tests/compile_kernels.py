@@ -170,6 +170,14 @@ def run_case(
             (found.out.sum() + found.lse.sum()).backward()
         if operation is Operation.NSA:
             found.out.sum().backward()
+            run_of_two(backend, geometry, queries, *others[operation])
+
+
+def run_of_two(backend: TritonBackend, geometry: BlockGeometry, queries: Queries, cmp: Keys, *others: Any) -> None:
+    """Run the sum of two branches forward and backward, if the case has D_k = D_v."""
+    if cmp.k.shape == cmp.v.shape:
+        only = cmp._replace(v=cmp.k, only_chooses=True)
+        backend(queries, only, *others, geometry=geometry, scale=0.1).out.sum().backward()
 
 
 def run_append(

@@ -151,8 +151,8 @@ def torchs(indices: Tensor) -> Callable[..., Tensor]:
 NAMES = ("out", "dq", "dk_cmp", "dv_cmp", "dk_slc", "dv_slc", "dk_win", "dv_win", "dgates")
 
 
-def assert_exact(ours: list[Tensor], exact: list[Tensor], yardstick: list[Tensor] | None = None) -> None:
-    for index, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
+def assert_exact(ours: list[Tensor], exact: list[Tensor], yardstick: list[Tensor] | None = None, names: tuple[str, ...] = NAMES) -> None:
+    for index, (name, x, truth) in enumerate(zip(names, ours, exact, strict=True)):
         torch_error = 0.0 if yardstick is None else max_error(yardstick[index], truth)
         error, limit = max_error(x, truth), allowed_error(truth, x.dtype, torch_error)
         print(f"{name}: {error:.2e} of {limit:.2e}, torch's own {torch_error:.2e}")
@@ -166,6 +166,28 @@ def test_outputs_and_gradients_are_as_exact_as_torchs_own(sizes: dict[str, int],
     indices = chosen_blocks(inputs)
     ours, exact = evaluate(kernels(), inputs.tensors), evaluate(composed(indices), inputs.to(torch.float64).tensors)
     assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
+
+
+@each_half
+@pytest.mark.parametrize("sizes", [EVEN, LLAMA, NARROW], ids=["M", "L", "S"])
+def test_two_branches_in_one_operation_are_as_exact_as_torchs_own(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    inputs = inputs_of(1500, dtype, **sizes)
+    indices = chosen_blocks(inputs)
+
+    def of_two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(q: Tensor, *others: Tensor) -> Tensor:
+            *pairs, gates = others
+            is_open = torch.tensor([0, 1, 1], device="cuda")
+            return function(q, inputs.k_cmp.to(q.dtype), inputs.v_cmp.to(q.dtype), *pairs, gates * is_open)
+
+        return run
+
+    def fused(q: Tensor, k_cmp: Tensor, _v_cmp: Tensor, *others: Tensor) -> Tensor:
+        return kernels()(q, k_cmp, None, *others)
+
+    operands = (inputs.q, *inputs.tensors[3:])
+    ours, exact = evaluate(of_two(fused), operands), evaluate(of_two(composed(indices)), tuple(x.double() for x in operands))
+    assert_exact(ours, exact, evaluate(of_two(torchs(indices)), operands), (*NAMES[:2], *NAMES[4:]))
 
 
 @each_half

@@ -20,6 +20,7 @@ from nsa_core import (
 )
 from nsa_core.telemetry import AttentionObserver
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
+from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton import implementations
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.selected import op as selected
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*against policy.*")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EACH = ("cmp", "select", "slc", "win", "nsa")
 DENSE, PACKED = Shape(num_queries=21), Shape(lengths=(9, 0, 11))
+EQUAL_WIDTHS = Shape(num_queries=21, head_dim_v=8)
 LAYER = NSAConfig(16, 4, 2, 8, 6, geometry=SMALL, gate_hidden_size=8, backends=dict.fromkeys(EACH, "triton"))
 
 
@@ -48,6 +50,8 @@ def call(operation: str, inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
         return tuple(selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, first_blocks(shape), **options))
     if operation == "win":
         return tuple(sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, **options))
+    if operation == "nsa of two":
+        inputs = inputs._replace(v_cmp=None)
     return (nsa_attention(*inputs.tensors, **options),)
 
 
@@ -79,8 +83,13 @@ def leaves_of(args: Any, requires_grad: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("operation", "shape"),
-    [*((name, DENSE) for name in EACH[:-1]), pytest.param("nsa", DENSE, marks=pytest.mark.slow), ("nsa", PACKED)],
-    ids=[*EACH, "nsa, packed"],
+    [
+        *((name, DENSE) for name in EACH[:-1]),
+        pytest.param("nsa", DENSE, marks=pytest.mark.slow),
+        ("nsa", PACKED),
+        ("nsa of two", EQUAL_WIDTHS),
+    ],
+    ids=[*EACH, "nsa, packed", "nsa of two"],
 )
 def test_the_custom_ops_pass_opcheck(operation: str, shape: Shape) -> None:
     inputs = make_inputs(shape, torch.float32, DEVICE).with_grad()
@@ -94,6 +103,35 @@ def test_the_custom_ops_pass_opcheck(operation: str, shape: Shape) -> None:
     for requires_grad, calls in ((operation != "select", forward.calls), (False, backward.calls)):
         for op, args in calls:
             assert set(torch.library.opcheck(op, leaves_of(args, requires_grad)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("shape", [EQUAL_WIDTHS, evolve(EQUAL_WIDTHS, lengths=(29, 0, 1, 18))], ids=["dense", "packed"])
+def test_without_compressed_values_one_op_sums_two_branches(shape: Shape, dtype: torch.dtype) -> None:
+    inputs = make_inputs(shape, torch.float32, DEVICE).to(dtype)
+    weights = torch.randn(inputs.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+    def run(operands: Inputs, **options: Any) -> dict[str, Tensor | None]:
+        leaves = operands.with_grad()
+        out = nsa_attention(*leaves._replace(v_cmp=None).tensors, geometry=SMALL, cu_seqlens=operands.cu_seqlens, **options)
+        out.backward(weights.to(out.dtype))
+        return {"out": out.detach(), **{name: getattr(leaves, name).grad for name in Inputs._fields[:8]}}
+
+    # the gate of the branch that is left out may be anything
+    spoiled = inputs.gates.clone()
+    spoiled[..., 0] = torch.nan
+    with Recorder() as recorder:
+        ours = run(inputs._replace(gates=spoiled), backend="triton")
+    names = [function.name() for function, _ in recorder.calls]
+    assert names == ["nsa_triton::nsa", "nsa_triton::nsa_backward"]
+    # out, choice, and two outputs with their lse
+    assert len(recorder.calls[1][1][1]) == 5
+    exact, plain = run(inputs.to(torch.float64), backend="sdpa"), run(inputs, backend="sdpa")
+    assert (ours["k_cmp"], ours["v_cmp"], exact["k_cmp"]) == (None, None, None)
+    assert not ours["gates"][..., 0].any()
+    for name in ours.keys() - {"k_cmp", "v_cmp"}:
+        torch_error = max_error(plain[name], exact[name])
+        assert max_error(ours[name], exact[name]) <= allowed_error(exact[name], dtype, torch_error), name
 
 
 @pytest.mark.parametrize("head_dim_v", [6, 40])

@@ -241,6 +241,9 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
     checks.check_tensor("gates", gates, (*queries.q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", queries.q)
     if len(absent) == len(BRANCHES):
         raise InputError("every branch is None (Eq. 5 sums at least one); give the k and v of one")
+    for ending, x in keys.items():
+        if x is not None and x.only_chooses and ending[1:] not in absent:
+            raise InputError(f"k{ending}.only_chooses is True (only attend sets it, where cmp is absent); use absent=('cmp',)")
     if keys["_cmp"] is None and "slc" not in absent:
         raise InputError("k_cmp is None with the selected branch (blocks are chosen by compressed scores, Eq. 8); give k_cmp")
     heads = {x.k.shape[2] for x in keys.values() if x is not None}
@@ -291,8 +294,7 @@ def _fused_operands(
 ) -> tuple[Any, ...] | str:
     """Return the operands with which one call of NSA gives the same sum, or a text: the reason why the branches must run one by one.
 
-    If only cmp is absent and D_k = D_v, k_cmp is passed as v_cmp with gate 0. This is not done while a gradient is recorded, because the
-    backward pass would then compute a branch that nothing reads.
+    If only cmp is absent and D_k = D_v, k_cmp is passed as v_cmp with gate 0, and with `Keys.only_chooses`.
     """
     cmp, slc, win = keys.values()
     if not absent:
@@ -301,12 +303,11 @@ def _fused_operands(
         return f"the call leaves out {', '.join(absent)}"
     if cmp.k.shape[3] != slc.v.shape[3]:
         return "the call leaves out cmp, and D_k is not D_v"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, gates, cmp.k, *slc[:2], *win[:2])):
-        return "the call leaves out cmp, and a gradient is recorded"
     if not are_gates_closed:
         # the last operation on the stream may now be the padding, not APPEND
         queries, gates = queries._replace(follows_append=False), pad(gates[..., 1:], (1, 0))
-    return queries, cmp._replace(v=cmp.k, v_scale=cmp.k_scale), slc, win, gates
+    k = cmp.k.detach() if cmp.k.requires_grad else cmp.k
+    return queries, cmp._replace(k=k, v=k, v_scale=cmp.k_scale, only_chooses=True), slc, win, gates
 
 
 def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...], call: Call) -> list[Tensor | None]:

@@ -340,10 +340,10 @@ class NSAConfig:
                 f"position (it stays relative for 'mean' only); use compressed_rope='block_end' or compressor='mean'"
             )
 
-    def can_be_fused(self, *, needs_grad: bool) -> bool:
-        """Return True if a fused backend (operation `nsa`) may serve a pass of the layer; `needs_grad`: the pass records gradients.
+    def can_be_fused(self) -> bool:
+        """Return True if a fused backend (operation `nsa`) may serve the layer.
 
-        A fused backend may serve a layer with all three branches. Without gradients and with D_k = D_v it may also serve slc and win alone:
-        the compressed keys are then passed as compressed values with gate 0.
+        A fused backend may serve a layer with all three branches. If D_k = D_v it may also serve slc and win alone: the compressed keys are then
+        passed as compressed values with gate 0.
         """
-        return self.branches == BRANCHES or (self.branches == ("slc", "win") and self.head_dim_qk == self.head_dim_v and not needs_grad)
+        return self.branches == BRANCHES or (self.branches == ("slc", "win") and self.head_dim_qk == self.head_dim_v)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from nsa_core import (
     BackendRegistry,
@@ -29,6 +29,7 @@ from nsa_core import (
 )
 from nsa_core.attention import attend
 from nsa_core.backends import registry as registry_module
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.telemetry import AttentionObserver
 
@@ -432,7 +433,8 @@ def test_a_layers_step_without_compressed_values_is_fused_with_its_own_gates_and
         hidden_size=12, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=6, geometry=GEOMETRY, compressor="mean", kv="shared",
         branches=("slc", "win"),
     )  # fmt: skip
-    assert [config.can_be_fused(needs_grad=needs_grad) for needs_grad in (False, True)] == [True, False]
+    assert config.can_be_fused()
+    assert not evolve(config, head_dim_v=4).can_be_fused()
     layer = NativeSparseAttention(config, registry=BackendRegistry((*sdpa_backends(), fused)))
     cache, made = layer.new_cache(1, 32), []
     layer._gates = lambda *arguments: made.append(NativeSparseAttention._gates(layer, *arguments)) or made[-1]
@@ -450,35 +452,49 @@ def test_a_layers_step_without_compressed_values_is_fused_with_its_own_gates_and
     assert fused.operands[4] is not gates
 
 
-def test_without_compressed_values_the_branches_run_apart_for_a_gradient_and_for_values_of_another_width():
+def test_without_compressed_values_the_branches_run_apart_for_values_of_another_width():
     registry, fused = fused_registry()
-    q, k_cmp, _, *rest = operands(D_v=6)
-    q.requires_grad_()
-    nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
-    assert fused.num_calls == 0
-    with torch.no_grad():
-        nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
-    assert fused.num_calls == 1
     q, k_cmp, _, *rest = operands(D_v=4)
     nsa_attention(q, k_cmp, None, *rest, geometry=GEOMETRY, registry=registry)
-    assert fused.num_calls == 1
+    assert fused.num_calls == 0
+
+
+def test_without_compressed_values_the_fused_operation_computes_gradients_of_the_others_alone():
+    fused = KeepingBackend(name="fused", operation=Operation.NSA)
+    tensors = [x.requires_grad_() for x in operands(D_v=6)]
+    tensors[2] = None
+    nsa_attention(*tensors, geometry=GEOMETRY, registry=BackendRegistry((*sdpa_backends(), fused)))
+    queries, cmp, slc, win, gates = fused.operands
+    assert [x.requires_grad for x in (queries.q, *slc[:2], *win[:2], gates)] == [True] * 6
+    assert (cmp.only_chooses, cmp.k.requires_grad, cmp.v is cmp.k) == (True, False, True)
+    assert not any(x.only_chooses for x in (slc, win))
+    gates.sum().backward()
+    assert not tensors[-1].grad[..., 0].any()
+    assert (tensors[-1].grad[..., 1:] == 1).all()
+
+
+def test_keys_that_only_choose_are_refused_where_their_branch_is_not_absent():
+    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = operands()
+    keys = [Keys(k_cmp, v_cmp, k_cmp.shape[1]), Keys(k_slc, v_slc, q.shape[1]), Keys(k_win, v_win, q.shape[1])]
+    for index, name in enumerate(("cmp", "slc", "win")):
+        given = [x._replace(only_chooses=index == number) for number, x in enumerate(keys)]
+        with pytest.raises(InputError, match=f"k_{name}.only_chooses is True"):
+            attend(Queries(q, q.shape[1]), *given, gates, geometry=GEOMETRY)
 
 
 @pytest.mark.parametrize(
-    ("width", "needs_grad", "left_out", "why"),
+    ("width", "left_out", "why"),
     [
-        (6, True, {"v_cmp"}, "the call leaves out cmp, and a gradient is recorded"),
-        (4, False, {"v_cmp"}, "the call leaves out cmp, and D_k is not D_v"),
-        (6, False, {"k_slc", "v_slc"}, "the call leaves out slc"),
-        (6, False, {"k_win", "v_win"}, "the call leaves out win"),
-        (6, False, {"v_cmp", "k_win", "v_win"}, "the call leaves out cmp, win"),
+        (4, {"v_cmp"}, "the call leaves out cmp, and D_k is not D_v"),
+        (6, {"k_slc", "v_slc"}, "the call leaves out slc"),
+        (6, {"k_win", "v_win"}, "the call leaves out win"),
+        (6, {"v_cmp", "k_win", "v_win"}, "the call leaves out cmp, win"),
     ],
 )
-def test_a_warning_says_why_a_named_fused_backend_is_not_used(width, needs_grad, left_out, why):
+def test_a_warning_says_why_a_named_fused_backend_is_not_used(width, left_out, why):
     registry, fused = fused_registry()
     names = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gates")
     given = {name: None if name in left_out else x for name, x in zip(names, operands(D_v=width), strict=True)}
-    given["q"].requires_grad_(needs_grad)
     with pytest.warns(UserWarning, match=f"backend 'fused' for 'nsa' is not used: {why}, so the branches run one by one"):
         nsa_attention(**given, geometry=GEOMETRY, registry=registry, backend={"nsa": "fused"})
     assert fused.num_calls == 0

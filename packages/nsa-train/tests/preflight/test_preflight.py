@@ -193,13 +193,19 @@ def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config,
 WITHOUT_CMP = ("nsa.branches=['slc','win']", "nsa.kv=shared", "nsa.compressor=mean", "nsa.backends.nsa=third")
 
 
-def test_without_the_compressed_output_a_fused_backend_serves_evaluation_and_samples(tiny_config, tmp_path: Path, third_party) -> None:
-    third_party(lambda request: Reason.incapable("gradients") if request.needs_grad else Reason.policy("slow here"), *Operation)
+def test_without_the_compressed_output_a_fused_backend_serves_training_evaluation_and_samples(
+    tiny_config, tmp_path: Path, third_party
+) -> None:
+    third_party(lambda request: Reason.incapable("gradients") if request.needs_grad else None, *Operation)
     config = tiny_config(*WITHOUT_CMP)
+    [failure] = run_preflight(config, tmp_path / "out").failed
+    assert failure == "nsa.backends.nsa='third' cannot serve this run (third: incapable: gradients); use 'auto'"
+
+    third_party(lambda _: Reason.policy("slow here"), *Operation)
     findings = run_preflight(config, tmp_path / "out")
     assert findings.failed == []
-    # no training step runs it
-    assert "nsa" not in routing_decisions(config, torch.device("cpu"))
+    [decision] = routing_decisions(config, torch.device("cpu"))["nsa"]
+    assert (decision.chosen, decision.request.needs_grad) == ("third", True)
     assert [line for line in findings.warned if line.startswith("route")] == [
         "route: nsa -> third, because nsa.backends.nsa names it, against policy: slow here"
     ]

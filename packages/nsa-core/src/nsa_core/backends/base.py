@@ -93,6 +93,9 @@ class Keys(NamedTuple):
     k_scale: Tensor | None = None
     """FP8 stores only: float32, k's shape without the last dimension. A key is its stored numbers multiplied by its scale."""
     v_scale: Tensor | None = None
+    only_chooses: bool = False
+    """Operand cmp of NSA only. True: these keys choose blocks, and their attention is not part of the sum. v is then k, and their gates are 0, so a
+    backend may treat them like other keys. It may instead leave out their output, and every gradient but that of gates, which is 0."""
 
 
 def layout_of(queries: Queries, keys: Keys) -> Layout:

@@ -223,8 +223,9 @@ class _Conversation:
 
     def _keys(self, name: str, *, ring: bool = False) -> Keys:
         table = self.table if name in self.page_sizes else None
-        scales = {f"{part}_scale": self.scales.get(f"{name} {part}") for part in "kv"}
-        return Keys(self.stores[f"{name} k"], self.stores[f"{name} v"], self.num_tokens, page_table=table, ring=ring, **scales)
+        k, v = (self.stores[f"{name} {part}"] for part in "kv")
+        k_scale, v_scale = (self.scales.get(f"{name} {part}") for part in "kv")
+        return Keys(k, v, self.num_tokens, page_table=table, ring=ring, k_scale=k_scale, v_scale=v_scale)
 
     def _compress(self, x: Tensor) -> Tensor:
         return (x * self.weights).sum(2)

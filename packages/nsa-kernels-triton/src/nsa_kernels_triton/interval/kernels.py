@@ -580,27 +580,32 @@ def delta_kernel(
 @CachedLaunch
 @triton.jit
 def branch_deltas_kernel(
-    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, dout_ptr, gates_ptr,
+    dout_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, gates_ptr,
     deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_row_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches twice: as delta, float32 (3, rows), and as the gradient of the gates, (rows, 3).
 
-    Also write the shifts of the scores, float32 (3, rows), and the extremes, int32 (3, 4), as `delta_kernel` does.
+    Also write the shifts of the scores, float32 (3, rows), and the extremes, int32 (3, 4), as `delta_kernel` does. Without `cmp_ptr` the
+    gradient of its gates is 0, and nothing else is written for it.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     if tl.program_id(0) >= num_row_programs:
         block = tl.program_id(0) - num_row_programs
-        _note_values(v_cmp_ptr, extremes_ptr, block, num_cmp, D_V, WIDTH, HALF, BLOCK_ROWS)
+        if cmp_ptr is not None:
+            _note_values(v_cmp_ptr, extremes_ptr, block, num_cmp, D_V, WIDTH, HALF, BLOCK_ROWS)
         _note_values(v_slc_ptr, extremes_ptr + 4, block, num_slc, D_V, WIDTH, HALF, BLOCK_ROWS)
         _note_values(v_win_ptr, extremes_ptr + 8, block, num_win, D_V, WIDTH, HALF, BLOCK_ROWS)
         return
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    _store_branch(
-        cmp_ptr, cmp_lse_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT, HALF
-    )  # fmt: skip
+    if cmp_ptr is None:
+        tl.store(dgates_ptr + 3 * rows, tl.zeros([BLOCK_ROWS], dgates_ptr.dtype.element_ty), mask=exists)
+    else:
+        _store_branch(
+            cmp_ptr, cmp_lse_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT, HALF
+        )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
     _store_branch(

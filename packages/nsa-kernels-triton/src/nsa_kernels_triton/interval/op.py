@@ -177,16 +177,19 @@ def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: T
 
 
 def branch_deltas(
-    dout: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], gates: Tensor, values: tuple[Tensor, ...]
+    dout: Tensor, outs: tuple[Tensor | None, ...], lses: tuple[Tensor | None, ...], gates: Tensor, values: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `row_deltas` of the three branches, `(3, B, S, H)` and `(3, 4)`, and the gradient of the gates, which is dO . O."""
+    """Return `row_deltas` of the three branches, `(3, B, S, H)` and `(3, 4)`, and the gradient of the gates, which is dO . O.
+
+    If the tensors of the first branch are None, the gradient of its gates is 0, and its deltas and shifts are not written.
+    """
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
     shifts, extremes, dgates = torch.empty_like(deltas), no_extremes(dout, 3), gates.new_empty(gates.shape)
     if deltas.numel():
-        grid, num_row_programs, sizes = _over_rows(dout, *values)
+        grid, num_row_programs, sizes = _over_rows(dout, *(v for v in values if v is not None))
         kernels.branch_deltas_kernel[grid](
-            *outs, *lses, *values, dout, gates, deltas, shifts, extremes, dgates,
-            deltas[0].numel(), *(v.shape[:3].numel() for v in values), num_row_programs, EXACT=is_exact(dout), **sizes,
+            dout, *outs, *lses, *values, gates, deltas, shifts, extremes, dgates,
+            deltas[0].numel(), *(0 if v is None else v.shape[:3].numel() for v in values), num_row_programs, EXACT=is_exact(dout), **sizes,
         )  # fmt: skip
     return deltas, shifts, extremes, dgates
 

@@ -134,7 +134,8 @@ def merge_kernel(
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: also write Eq. 5's gated sum of the branches.
 
     SHARED: `out_ptr` and `lse_ptr` hold one more partial output of every row. Otherwise they hold the final outputs of rows at positions below
-    `first_position`; without `out_ptr` there are no such rows. KEEPS: merged outputs are stored in `out_ptr`.
+    `first_position`; without `out_ptr` there are no such rows. KEEPS: merged outputs are stored in `out_ptr`. Without
+    `cmp_ptr` the sum has two branches.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -187,11 +188,12 @@ def merge_kernel(
     tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=merged)
     if COMBINE:
         # an invalid row is 0 for any gates, NaN included
-        gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
         gate_slc = tl.load(gates_ptr + target * 3 + 1, mask=counts, other=0.0).to(tl.float32)
         gate_win = tl.load(gates_ptr + target * 3 + 2, mask=counts, other=0.0).to(tl.float32)
         acc *= gate_slc[:, None]
-        acc += load_columns(cmp_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * gate_cmp[:, None]
+        if cmp_ptr is not None:
+            gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
+            acc += load_columns(cmp_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * gate_cmp[:, None]
         acc += load_columns(win_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * gate_win[:, None]
         store_columns(total_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
 

@@ -55,7 +55,8 @@ selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, ope
 class Others(NamedTuple):
     """Outputs of the other branches and gates, for the fused Eq. 5."""
 
-    cmp: Tensor
+    cmp: Tensor | None
+    """None: the branch is not part of the sum."""
     win: Tensor
     gates: Tensor
 

@@ -99,12 +99,8 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
             samples["the samples of this run"] = _sampling_requests(_requests(config, operation, machine, needs_grad=False))
         if operation in STEP_OPERATIONS:
             return samples
-        # if the recipe names a backend of an operation that no pass runs, it is checked as if both kinds of pass ran it
-        passes = [needs_grad for needs_grad in (True, False) if _layers_with(config, operation, needs_grad=needs_grad)] or [True, False]
-        return {
-            "this run": tuple(one for needs_grad in passes for one in _requests(config, operation, machine, needs_grad=needs_grad)),
-            **samples,
-        }
+        passes = (_requests(config, operation, machine, needs_grad=needs_grad) for needs_grad in (True, False))
+        return {"this run": tuple(request for requests in passes for request in requests), **samples}
 
     return uses
 
@@ -155,17 +151,14 @@ def _operations(config: RunConfig) -> list[Operation]:
 
 def _used_operations(config: RunConfig) -> set[Operation]:
     """Return the operations that training, evaluation and samples of `config` run; without samples nothing is appended to a cache."""
-    operations = {*_operations(config), *(STEP_OPERATIONS if config.train.samples else ())}
-    if _layers_with(config, Operation.NSA, needs_grad=False):
-        operations.add(Operation.NSA)
-    return operations
+    return {*_operations(config), *(STEP_OPERATIONS if config.train.samples else ())}
 
 
-def _layers_with(config: RunConfig, operation: Operation, *, needs_grad: bool = True) -> list[NSAConfig]:
-    """Return the NSA layers of `config`'s pattern that run `operation` in a pass with or without gradients."""
+def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
+    """Return the NSA layers of `config`'s pattern that run `operation`."""
     layers = [layer.config for layer in config.pattern() if layer.attention == "nsa"]
     if operation is Operation.NSA:
-        return [layer for layer in layers if layer.can_be_fused(needs_grad=needs_grad)]
+        return [layer for layer in layers if layer.can_be_fused()]
     return [layer for layer in layers if NEEDED_BY.get(operation, set(layer.branches)) & set(layer.branches)]
 
 
@@ -178,7 +171,7 @@ def reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
 def _requests(config: RunConfig, operation: Operation, machine: Machine, *, needs_grad: bool = True) -> tuple[BranchRequest, ...]:
     """Return the requests of a pass over a training batch for `operation`; equal requests of several layers are listed once."""
     # if no layer runs the operation, its backend is checked for a layer with the sizes of table `nsa`
-    layers = _layers_with(config, operation, needs_grad=needs_grad) or [config.nsa_config()]
+    layers = _layers_with(config, operation) or [config.nsa_config()]
     return tuple(dict.fromkeys(_request(config, layer, operation, machine, needs_grad=needs_grad) for layer in layers))
 
 
