@@ -77,7 +77,6 @@ def test_values_in_two_parts_have_pipelines_of_their_own():
     [
         ("window_forward", {"is_aligned": False}, "a tensor that starts off 16 bytes"),
         ("window_forward", {"is_ring": True}, "a ring of keys"),
-        ("compressed_forward", {"scale_is_positive": False}, "a scale that is not above 0"),
         ("interval_dq", {"has_dlse": True}, "a gradient of lse"),
         ("scores", {"heads_per_group": 8}, "8 heads per group"),
         ("scores", {"heads_per_group": 17}, "17 heads per group"),
@@ -101,7 +100,7 @@ def test_a_call_that_they_do_not_take_gets_the_portable_kernel_and_a_reason(kind
         ("scores", {"heads_per_group": 9, "strides": 2}),
         ("scores", {"heads_per_group": 16, "strides": 16}),
         ("selected_forward", {"selection_block_size": 128}),
-        ("interval_dkdv", {"has_dlse": True, "scale_is_positive": False}),
+        ("interval_dkdv", {"has_dlse": True}),
     ],
 )
 def test_the_edges_of_what_they_take(kind, facts):

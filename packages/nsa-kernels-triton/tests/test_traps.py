@@ -377,7 +377,7 @@ def test_a_block_that_no_tile_divides_ends_where_it_ends(selection_block_size: i
         assert_close(ours_gradient, exact_gradient)
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-46])
 def test_any_scale_is_a_scale(scale: float) -> None:
     inputs = inputs_of(Shape(num_queries=40))
     leaves, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
@@ -395,11 +395,12 @@ def test_any_scale_is_a_scale(scale: float) -> None:
             assert_close(ours_gradient, exact_gradient)
 
 
-def test_a_negative_scale_serves_the_whole_operation() -> None:
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_that_is_not_positive_serves_the_whole_operation(scale: float) -> None:
     inputs = inputs_of(Shape(num_queries=60))
     leaves, exact = inputs.with_grad().tensors, inputs.to(torch.float64).with_grad().tensors
-    out = nsa_attention(*leaves, geometry=SMALL, scale=-0.7, **OPTIONS)
-    expected = naive.nsa_attention(*exact, geometry=SMALL, scale=-0.7)
+    out = nsa_attention(*leaves, geometry=SMALL, scale=scale, **OPTIONS)
+    expected = naive.nsa_attention(*exact, geometry=SMALL, scale=scale)
     assert_close(out, expected)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     for ours, truth in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):

@@ -47,7 +47,6 @@ class KernelRequest(NamedTuple):
     """True if the installed Triton compiles the kernels of `hopper`."""
     is_aligned: bool = True
     """True if every tensor starts at a multiple of 16 bytes."""
-    scale_is_positive: bool = True
     has_dlse: bool = False
     """True if lse has a gradient."""
     is_cached: bool = False
@@ -83,7 +82,6 @@ def _against_hopper(x: KernelRequest) -> list[str]:
             f"values in no more columns than q; scores from 72)",
         ),
         (not x.is_aligned, f"a tensor that starts off {COPIED_BYTES} bytes (rows are copied in pieces of {COPIED_BYTES})"),
-        (not x.scale_is_positive and x.kind.endswith("_forward"), "a scale that is not above 0 (0 times an infinite maximum is NaN)"),
         (x.is_ring, "a ring of keys (its producer warps copy rows in order)"),
         (x.has_dlse and x.kind == "interval_dq", "a gradient of lse (its kernel reads none)"),
         (

@@ -26,10 +26,19 @@ def score_factor(q: Tensor, scale: float) -> float:
     return scale if is_exact(q) else scale * LOG2E
 
 
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and scale that give the same scores, with a scale that is above 0 in float32.
+
+    The forward kernels need it: they find the largest product of a row before they multiply by the scale, and hide products as -inf.
+    """
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return q * 0, 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
+
+
 def coarse_factor(q: Tensor, scale: float) -> float:
-    """Return the power of two nearest to `score_factor`, for `scale` >= 0. A multiplication by it is exact, however large the score."""
-    factor = score_factor(q, scale)
-    return 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+    """Return the power of two nearest to `score_factor`, for `scale` > 0. A multiplication by it is exact, however large the score."""
+    return 2.0 ** round(math.log2(score_factor(q, scale)))
 
 
 def no_extremes(q: Tensor, *branches: int) -> Tensor:

@@ -90,6 +90,8 @@ def scores_kernel(
     stride = FIRST_STRIDE + in_order % PADDED_STRIDES
     in_tile = in_order // PADDED_STRIDES * STRIDES + stride
     # the same thread holds two neighbouring heads of a group, and those 8, 16, ... further
+    # a free candidate of a query holds no key that begins before the query and ends after it, if enough local blocks lie between
+    SEES_ALL: tl.constexpr = SIZE - STRIDE - 1 <= (NUM_LOCAL - 1) * SELECTION_SIZE
     LOW_HEADS: tl.constexpr = min(HEADS, 2)
     LANES: tl.constexpr = min(HEADS // LOW_HEADS, 4)
     HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)
@@ -111,9 +113,10 @@ def scores_kernel(
         if K2 > 0:
             k2 = load_columns(tile_ptr, in_tile * (G * D_K), key_mask, K1, K2, D_K, True)
             products = dot(k2, tl.trans(q2), products)
-        is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
         # `shift_of` lowers extreme shifts of a group's heads by different amounts; the cut makes each head's largest weight 1 again
-        weights = tl.where(is_visible, cut(exponential(products * factor - shift[None, :], EXACT), 1.0), 0.0)
+        weights = cut(exponential(products * factor - shift[None, :], EXACT), 1.0)
+        if not SEES_ALL:
+            weights = tl.where((stride < STRIDES)[:, None] & (keys[:, None] < end[None, :]), weights, 0.0)
         shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
         shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
         shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))

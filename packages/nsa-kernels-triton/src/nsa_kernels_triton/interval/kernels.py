@@ -73,21 +73,17 @@ def _forward_step(
     rows = (k_row0 + (keys % num_keys if RING else keys)) * G + group
     k1, k2 = _load_tile(k_ptr, rows, key_mask, D_K, K1, K2, MASK != NONE)
     products = _products(q1, q2, k1, k2, K2)
-    is_visible = keys[None, :] < end[:, None]
-    visible = products
     if MASK != NONE:
+        is_visible = keys[None, :] < end[:, None]
         if MASK == BOTH_ENDS:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
-        visible = tl.where(is_visible, products, float("-inf"))
-    # factor >= 0, so the largest product makes the largest score
-    new_max = tl.maximum(row_max, tl.max(visible, 1))
+        products = tl.where(is_visible, products, float("-inf"))
+    # factor > 0, so the largest product makes the largest score
+    new_max = tl.maximum(row_max, tl.max(products, 1))
     # a row that has seen nothing yet has shift 0
     largest = tl.where(new_max == float("-inf"), 0.0, new_max)
     row_factor = coarser(largest * factor, factor, coarse_factor)
     weights = exponential(tl.fma(products, row_factor[:, None], -(largest * row_factor)[:, None]), EXACT)
-    if MASK != NONE:
-        # masked after the scores are scaled, because 0 * -inf would be NaN
-        weights = tl.where(is_visible, weights, 0.0)
     rescale = tl.where(row_max == float("-inf"), 0.0, exponential((row_max - largest) * row_factor, EXACT))
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     v1, v2 = _load_tile(v_ptr, rows, key_mask, D_V, V1, V2, MASK != NONE)
@@ -553,19 +549,19 @@ def dkdv_kernel(
 @CachedLaunch
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_row_programs,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, v_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows, num_values, num_value_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write, for each (query, head), delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` lse, both in float32.
 
-    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). Programs from number
-    `num_row_programs` on find the extremes of the values.
+    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,). The first
+    `num_value_programs` programs find the extremes of the values: others hide the time in which they wait for memory.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
-    if tl.program_id(0) >= num_row_programs:
-        _note_values(v_ptr, extremes_ptr, tl.program_id(0) - num_row_programs, num_values, D_V, WIDTH, HALF, BLOCK_ROWS)
+    if tl.program_id(0) < num_value_programs:
+        _note_values(_load_values(v_ptr, num_values, D_V, WIDTH, BLOCK_ROWS), extremes_ptr, HALF)
         return
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = (tl.program_id(0) - num_value_programs).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     dlse = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -581,7 +577,7 @@ def delta_kernel(
 @triton.jit
 def branch_deltas_kernel(
     dout_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, v_cmp_ptr, v_slc_ptr, v_win_ptr, gates_ptr,
-    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_row_programs,
+    deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, num_rows, num_cmp, num_slc, num_win, num_value_programs,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches twice: as delta, float32 (3, rows), and as the gradient of the gates, (rows, 3).
@@ -590,14 +586,16 @@ def branch_deltas_kernel(
     gradient of its gates is 0, and nothing else is written for it.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
-    if tl.program_id(0) >= num_row_programs:
-        block = tl.program_id(0) - num_row_programs
+    if tl.program_id(0) < num_value_programs:
+        # loaded before any of them is waited for
+        v_slc = _load_values(v_slc_ptr, num_slc, D_V, WIDTH, BLOCK_ROWS)
+        v_win = _load_values(v_win_ptr, num_win, D_V, WIDTH, BLOCK_ROWS)
         if cmp_ptr is not None:
-            _note_values(v_cmp_ptr, extremes_ptr, block, num_cmp, D_V, WIDTH, HALF, BLOCK_ROWS)
-        _note_values(v_slc_ptr, extremes_ptr + 4, block, num_slc, D_V, WIDTH, HALF, BLOCK_ROWS)
-        _note_values(v_win_ptr, extremes_ptr + 8, block, num_win, D_V, WIDTH, HALF, BLOCK_ROWS)
+            _note_values(_load_values(v_cmp_ptr, num_cmp, D_V, WIDTH, BLOCK_ROWS), extremes_ptr, HALF)
+        _note_values(v_slc, extremes_ptr + 4, HALF)
+        _note_values(v_win, extremes_ptr + 8, HALF)
         return
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = (tl.program_id(0) - num_value_programs).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     if cmp_ptr is None:
@@ -652,12 +650,15 @@ def _store_delta(
 
 
 @triton.jit
-def _note_values(
-    v_ptr, extremes_ptr, block, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):  # fmt: skip
-    """Record the extremes of a block of rows of values: whether a number is HUGE, or, for float16, the largest squared norm."""
-    rows = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
+def _load_values(v_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Return the program's rows of values in float32."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
+
+
+@triton.jit
+def _note_values(v, extremes_ptr, HALF: tl.constexpr):
+    """Record the extremes of rows of values: whether a number is HUGE, or, for float16, the largest squared norm."""
     if HALF:
         note_largest(extremes_ptr + 2, tl.sum(v * v, 1))
     else:

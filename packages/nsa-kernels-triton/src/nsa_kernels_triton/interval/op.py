@@ -14,7 +14,7 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, queries_of_whole_tiles
-from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, no_extremes, score_factor
+from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, no_extremes, score_factor, with_positive_scale
 from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
 from nsa_kernels_triton.tile_table import parts_of
@@ -143,11 +143,9 @@ def attend_into(
 
     With `limit`, only tiles with the first `limit` queries of each sequence are computed.
     """
-    if scale < 0:
-        # the kernel finds the maximum before it scales; a negative factor would turn it into the minimum
-        q, scale = -q, -scale
+    q, scale = with_positive_scale(q, scale)
     kind = "window_forward" if is_window else "compressed_forward"
-    tiles = kernel_for(kind, q, v, k, scale_is_positive=scale > 0, is_ring=sequences.is_ring)
+    tiles = kernel_for(kind, q, v, k, is_ring=sequences.is_ring)
     if isinstance(tiles, PipelineConfig):
         hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, tiles)
         return
@@ -169,9 +167,9 @@ def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: T
     """
     delta, shift, extremes = torch.empty_like(lse), torch.empty_like(lse), no_extremes(dout)
     if delta.numel():
-        grid, num_row_programs, sizes = _over_rows(dout, v)
+        grid, num_value_programs, sizes = _over_rows(dout, v)
         kernels.delta_kernel[grid](
-            out, dout, lse, dlse, v, delta, shift, extremes, delta.numel(), v.shape[:3].numel(), num_row_programs, EXACT=is_exact(dout), **sizes
+            out, dout, lse, dlse, v, delta, shift, extremes, delta.numel(), v.shape[:3].numel(), num_value_programs, EXACT=is_exact(dout), **sizes
         )  # fmt: skip
     return delta, shift, extremes
 
@@ -186,22 +184,22 @@ def branch_deltas(
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
     shifts, extremes, dgates = torch.empty_like(deltas), no_extremes(dout, 3), gates.new_empty(gates.shape)
     if deltas.numel():
-        grid, num_row_programs, sizes = _over_rows(dout, *(v for v in values if v is not None))
+        grid, num_value_programs, sizes = _over_rows(dout, *(v for v in values if v is not None))
         kernels.branch_deltas_kernel[grid](
             dout, *outs, *lses, *values, gates, deltas, shifts, extremes, dgates,
-            deltas[0].numel(), *(0 if v is None else v.shape[:3].numel() for v in values), num_row_programs, EXACT=is_exact(dout), **sizes,
+            deltas[0].numel(), *(0 if v is None else v.shape[:3].numel() for v in values), num_value_programs, EXACT=is_exact(dout), **sizes,
         )  # fmt: skip
     return deltas, shifts, extremes, dgates
 
 
 def _over_rows(dout: Tensor, *values: Tensor) -> tuple[tuple[int], int, dict[str, Any]]:
-    """Return grid and constants of the kernels that read every row of dO and then of values, and how many of their programs read dO."""
+    """Return grid and constants of the kernels that read every row of values and of dO, and how many of their programs read values."""
     width = next_power_of_2(dout.shape[3])
     # few rows and warps, so that many programs overlap their loads; 4,096 numbers and 4 warps took 7 % longer on an H200
     block = max(1, 1024 // width)
-    num_row_programs = cdiv(dout.shape[:3].numel(), block)
-    num_more = max(cdiv(v.shape[:3].numel(), block) for v in values)
-    return (num_row_programs + num_more,), num_row_programs, {"D_V": dout.shape[3], "WIDTH": width, "BLOCK_ROWS": block, "num_warps": 2}
+    num_value_programs = max(cdiv(v.shape[:3].numel(), block) for v in values)
+    num_programs = num_value_programs + cdiv(dout.shape[:3].numel(), block)
+    return (num_programs,), num_value_programs, {"D_V": dout.shape[3], "WIDTH": width, "BLOCK_ROWS": block, "num_warps": 2}
 
 
 def _backward_constants(x: Operands) -> dict[str, Any]:

@@ -80,6 +80,9 @@ def forward_kernel(
         v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
     # masked keys get a row after every query, so that no query sees them
     seen_keys = tl.where(key_mask, key_rows, 0x7FFFFFFF)
+    # the first query sees the fewest keys
+    first_own_key = tl.load(rows_ptr + num_rows + first_row + tl.load(entries_ptr + start) // SLOTS_TOTAL)
+    is_masked = first_own_key < tl.max(seen_keys, 0)
     # offsets within a chunk fit 32 bits
     q_ptr += (wide(first_row) * H + group * HG) * D_K
     out_ptr += group * (SLOTS_TOTAL * HG * D_V)
@@ -95,21 +98,20 @@ def forward_kernel(
         following = rows + BLOCK_ROWS
         next_entry = tl.load(entries_ptr + start + following // HG, mask=following < num_item_rows, other=0)
         local = entry // SLOTS_TOTAL
-        own_key = tl.load(rows_ptr + num_rows + first_row + local, mask=exists, other=0)
         heads = (local * H + rows % HG) * D_K
         q1 = load_columns(q_ptr, heads, exists, 0, K1, D_K, True)
         scores = dot(q1, tl.trans(k1), tl.zeros([BLOCK_ROWS, KEYS], tl.float32))
         if K2 > 0:
             q2 = load_columns(q_ptr, heads, exists, K1, K2, D_K, True)
             scores = dot(q2, tl.trans(k2), scores)
-        is_visible = seen_keys[None, :] <= own_key[:, None]
-        row_max = tl.max(tl.where(is_visible, scores, float("-inf")), 1)
-        # rows that do not exist see nothing
+        if is_masked:
+            own_key = tl.load(rows_ptr + num_rows + first_row + local, mask=exists, other=0)
+            scores = tl.where(seen_keys[None, :] <= own_key[:, None], scores, float("-inf"))
+        row_max = tl.max(scores, 1)
+        # rows that do not exist may see nothing
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
         row_factor = coarser(row_max * factor, factor, coarse_factor)
-        # masked after the scores are scaled, because 0 * -inf would be NaN
         weights = exponential(tl.fma(scores, row_factor[:, None], -(row_max * row_factor)[:, None]), EXACT)
-        weights = tl.where(is_visible, weights, 0.0)
         row_sum = tl.sum(weights, 1)
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)
         inverse = 1.0 / divisor_of(row_sum, row_max, row_factor, v1.dtype, EXACT)

@@ -14,7 +14,7 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, config_of, kernel_for, kernel_request
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
-from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, partial_dtype, score_factor
+from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, partial_dtype, score_factor, with_positive_scale
 from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
@@ -145,17 +145,17 @@ def forward(
     chosen all of them. If only the sum is needed, `keeps_out=False` saves the memory of out and exact out, which may then be empty or
     incomplete.
     """
-    if scale < 0:
-        # a kernel may find a maximum before it scales; a negative factor would turn it into the minimum
-        q, scale = -q, -scale
+    q, scale = with_positive_scale(q, scale)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    facts = {"scale_is_positive": scale > 0, "selection_block_size": geometry.selection_block_size}
-    shared_pipeline = None if others is None else _shared_kernel(q, k, v, is_cached=sequences.is_cached, **facts)
+    block_size = geometry.selection_block_size
+    shared_pipeline = None
+    if others is not None:
+        shared_pipeline = _shared_kernel(q, k, v, is_cached=sequences.is_cached, selection_block_size=block_size)
     early, left_out = 0, (0, 0)
     if shared_pipeline is not None:
         # `early` is rounded down to a whole number of tiles of rows
         step = queries_of_whole_tiles(shared_pipeline.block_rows, q.shape[2] // k.shape[2])
-        early = EARLY_BLOCKS * geometry.selection_block_size // step * step
+        early = EARLY_BLOCKS * block_size // step * step
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
     elif others is not None:
         early = early_queries(q, k, v, geometry, sequences)
@@ -167,7 +167,7 @@ def forward(
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
-    tiles = kernel_for("selected_forward", q, v, k, **facts)
+    tiles = kernel_for("selected_forward", q, v, k, selection_block_size=block_size)
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
