@@ -58,6 +58,14 @@ def test_future_tokens_never_change_past_outputs_or_choices(shape: Shape, where:
     properties.check_past_outputs_and_choices(shape, 21, where)
 
 
+@pytest.mark.parametrize(("shape", "row"), [(DENSE, 32), (PACKED, 44)], ids=["dense", "packed"])
+def test_the_choice_at_the_first_token_of_a_block_ignores_keys_that_end_after_it(shape: Shape, row: int) -> None:
+    # the last key of a free block ends in the own block of such a query, because there is no local block between the two
+    geometry = evolve(SMALL, num_selected_blocks=3, num_local_blocks=1)
+    for seed in range(3):
+        properties.check_past_outputs_and_choices(evolve(shape, geometry=geometry, seed=seed), row, FUSED, magnitude=10.0)
+
+
 @each_shape
 def test_past_outputs_have_no_gradient_at_future_inputs(shape: Shape, where: Where) -> None:
     properties.check_past_outputs_ignore_future_inputs(shape, 20, where)
