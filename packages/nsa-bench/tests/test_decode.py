@@ -13,8 +13,9 @@ from torch import Tensor
 from nsa_bench import decode, measurement
 from nsa_bench.cli import run_command
 from nsa_bench.decode import DecodeResult, DecodeStep, best_of, make_decode_cases, measure_case
+from nsa_bench.errors import OptionError
 from nsa_bench.options import DecodeOptions
-from nsa_core import blocks
+from nsa_core import BackendRegistry, BranchRequest, RoutingDecision, blocks, default_registry
 from nsa_core.testing.tolerances import allowed_error
 
 pytestmark = pytest.mark.usefixtures("once")
@@ -181,10 +182,61 @@ def test_a_wrong_choice_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.times == {}
 
 
-def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    # a name that is installed, and serves no step on a CPU
-    assert run_command(["decode", *WORDS, "--context", "20", "--batch", "1", "--backend", "flash_attn"]) == 1
-    assert "BackendUnavailableError" in capsys.readouterr().err
+@pytest.mark.parametrize(("backend", "reason"), [("flash_attn", "it has no select"), ("cuda", "incapable: device cpu (needs cuda)")])
+def test_a_backend_that_serves_no_step_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, reason: str
+) -> None:
+    files = ["--json", str(tmp_path / "d.json"), "--csv", str(tmp_path / "d.csv")]
+    assert run_command(["decode", *WORDS, "--context", "20,40", "--batch", "1", "--backend", backend, *files]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
+    assert f"--backend={backend!r} cannot serve what is to be measured ({backend}: " in err
+    assert reason in err
+
+
+def test_a_backend_that_serves_some_steps_is_not_refused(install: Any) -> None:
+    install("short", SHORT)
+    assert len(make_decode_cases(options_of(context="40,20", batch="1", backend="short"))) == 2
+    with pytest.raises(OptionError, match="incapable: more than 32 tokens"):
+        make_decode_cases(options_of(context="40", batch="1", backend="short"))
+
+
+@torch.no_grad()
+def test_the_check_of_a_named_backend_asks_what_the_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: set[BranchRequest] = set()
+    asked: set[BranchRequest] = set()
+    explain = BackendRegistry.explain
+
+    def note(registry: BackendRegistry, request: BranchRequest, *name: str) -> RoutingDecision:
+        checked.add(attrs.evolve(request, num_keys=1))
+        return explain(registry, request, *name)
+
+    monkeypatch.setattr(BackendRegistry, "explain", note)
+    case = case_of(context="40", batch="3", backend="sdpa", kv_dtype="fp8")
+    # the check gives every operation the tokens of the longest store
+    monkeypatch.setattr(default_registry(), "observers", [lambda name, request, chosen: asked.add(attrs.evolve(request, num_keys=1))])
+    step = DecodeStep(case, CPU, "sdpa")
+    step.append()
+    step.attend()
+    assert checked == asked
+    assert {request.operation.value for request in asked} == {"append", "cmp", "select", "slc", "win"}
+
+
+SHORT = """
+from nsa_core import Capability, Operation, Reason
+from nsa_core.plugins import hookimpl
+
+class Short:
+    name, operation = "short", Operation.NSA
+    capability = Capability()
+    def reasons_against(self, request): return (Reason.incapable("more than 32 tokens"),) if request.num_keys > 32 else ()
+    def preference(self, request): return -1
+    def __call__(self, *operands, geometry, scale): raise NotImplementedError
+
+@hookimpl
+def nsa_branch_backends():
+    return [Short()]
+"""
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,14 @@ def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
-def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["prefill", *WORDS, "--context", "20", "--tile", "5", "--backend", "flash_attn"]) == 1
-    assert "BackendUnavailableError" in capsys.readouterr().err
+def test_a_backend_that_serves_no_prompt_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "p.json"), "--csv", str(tmp_path / "p.csv")]
+    assert run_command(["prefill", *WORDS, "--context", "20", "--tile", "5", "--backend", "cuda", *files]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
+    assert "--backend='cuda' cannot serve what is to be measured (cuda: incapable: device cpu (needs cuda)" in err
+    # the pass without a cache counts, too
+    assert "layout dense (takes cached, paged, ragged)" in err
 
 
 def test_every_option_and_column_is_on_the_reference_page() -> None:

@@ -32,7 +32,7 @@ from nsa_bench.options import CompareOptions
 from nsa_bench.peers import import_problem, limits_of_fla, shared_blocks
 from nsa_bench.reporting import attention_tables, collect, measured_rows, progress_line
 from nsa_bench.results import Output
-from nsa_bench.routes import RouteRecorder, check_backend
+from nsa_bench.routes import RouteRecorder, check_backend, request_of
 from nsa_core import nsa_attention
 from nsa_core.compression import block_windows
 from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation
@@ -196,7 +196,7 @@ def run_compare(options: CompareOptions, output: Output) -> list[Measurement]:
         OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
     """
     device, jobs = make_comparisons(options)
-    check_backend(options.backend, (("nsa", job.case) for job in jobs), device)
+    check_backend(options.backend, ((request_of("nsa", job.case, device),) for job in jobs))
     setup = Setup(device=device, registry=RouteRecorder.of_installed(), backend=options.backend)
     measurements = collect(run_comparisons(jobs, setup), attrs.asdict(options), output, progress_line, measured_rows)
     output.show(*attention_tables(measurements))

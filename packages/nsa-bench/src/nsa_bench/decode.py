@@ -20,17 +20,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_bench.baselines import dense_decode_kernels
-from nsa_bench.cases import HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import Case, HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
 from nsa_bench.peers import DECODE_PEERS, DecodePeer
 from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
-from nsa_bench.routes import check_name
+from nsa_bench.routes import check_backend, step_request
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
-from nsa_core.backends.base import Keys, NewBlocks, Queries
+from nsa_core.backends.base import BranchRequest, Keys, NewBlocks, Queries
 from nsa_core.backends.layouts import keys_in_rows
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
@@ -109,7 +109,7 @@ def make_decode_cases(options: DecodeOptions) -> tuple[DecodeCase, ...]:
     """Return the cases that `options` describe.
 
     Raises:
-        OptionError: if options are invalid.
+        OptionError: if options are invalid, or the backend is not installed or can serve none of the cases.
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
@@ -122,11 +122,17 @@ def make_decode_cases(options: DecodeOptions) -> tuple[DecodeCase, ...]:
     if odd:
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
     parse_parts(options.parts)
-    check_name(options.backend)
-    return tuple(
+    cases = tuple(
         DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype, kv_dtype=kv_dtype)
         for shape, batch, context in product(shapes, batches, contexts)
     )
+    check_backend(options.backend, ((_request_of(case, device),) for case in cases))
+    return cases
+
+
+def _request_of(case: DecodeCase, device: torch.device) -> BranchRequest:
+    tokens = Case(shape=case.shape, seq_len=case.context, geometry=case.geometry, dtype=case.dtype)
+    return step_request(tokens, device, batch=case.batch, num_queries=1, kv_dtype=case.kv_dtype)
 
 
 def parse_parts(text: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ times exclude projections, RoPE of the rows and gates. Both results are compared
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ from nsa_bench.measurement import describe_failure, finite, free_cached_memory, 
 from nsa_bench.options import PrefillOptions
 from nsa_bench.reporting import GIB, collect
 from nsa_bench.results import Output, number
-from nsa_bench.routes import RouteRecorder, check_name
+from nsa_bench.routes import RouteRecorder, check_backend, request_of, step_request
 from nsa_core.attention import append_rows, attend, nsa_attention
 from nsa_core.backends.base import NewBlocks, Queries
 from nsa_core.blocks import predicted_reads_of_step
@@ -87,7 +88,7 @@ def make_prefill_cases(options: PrefillOptions) -> tuple[tuple[Case, ...], tuple
     """Return the prompts that `options` describe, and the tokens of their tiles.
 
     Raises:
-        OptionError: if options are invalid.
+        OptionError: if options are invalid, or the backend is not installed or can serve none of the prompts.
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
@@ -97,8 +98,13 @@ def make_prefill_cases(options: PrefillOptions) -> tuple[tuple[Case, ...], tuple
         raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
     lengths = parse_lengths(given(options.context, GPU_CONTEXT if is_gpu else CPU_CONTEXT), "--context")
     tiles = parse_lengths(given(options.tile, GPU_TILE if is_gpu else CPU_TILE), "--tile")
-    check_name(options.backend)
     cases = tuple(Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in shapes for length in lengths)
+    # a tile over the cache, and the pass without one
+    measured = (
+        (step_request(case, device, batch=1, num_queries=min(tile, case.seq_len)), request_of("nsa", case, device))
+        for case, tile in product(cases, tiles)
+    )
+    check_backend(options.backend, measured)
     return cases, tiles
 
 

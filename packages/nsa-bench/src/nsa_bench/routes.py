@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from nsa_bench.cases import OURS, Case
 from nsa_bench.errors import BenchError, OptionError
@@ -17,6 +18,9 @@ from nsa_core import (
     Operation,
     load_plugins,
 )
+
+CHOICES = ("select", "choose")
+"""Operations without values: D_v of their requests is D_k."""
 
 
 class RouteRecorder(BackendRegistry):
@@ -108,61 +112,86 @@ def check_name(name: str) -> None:
         raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
 
 
-def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch.device) -> None:
-    """Check that the `--backend` of a measurement can serve a part of it; `measured`: operations (some of OURS) and their cases.
+def check_backend(name: str, measured: Iterable[tuple[BranchRequest, ...]]) -> None:
+    """Check that the `--backend` of a command can serve one of its measurements; `measured`: the requests of each, which it must all serve.
 
-    The results give the reason for each case that it cannot serve.
+    The results give the reason for each measurement that it cannot serve.
 
     Raises:
-        OptionError: with all reasons, if no plug-in has the backend, or it can serve none of the cases.
+        OptionError: with all reasons, if no plug-in has the backend, or it can serve none of the measurements.
     """
     if name == "auto":
         return
     check_name(name)
     registry, reasons = RouteRecorder.of_installed(), dict[str, None]()
-    for operation, case in measured:
-        against = reasons_against(name, operation, case, device, registry)
+    for requests in measured:
+        against = [reason for request in requests for reason in reasons_against(name, request, registry)]
         if not against:
             return
         reasons |= dict.fromkeys(against)
     raise OptionError(f"--backend={name!r} cannot serve what is to be measured ({name}: {', '.join(reasons)}); use --backend auto")
 
 
-def reasons_against(
-    name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry, *, is_named: bool = True
-) -> list[str]:
-    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty if it can.
+def request_of(operation: str, case: Case, device: torch.device) -> BranchRequest:
+    """Return the request of the forward pass of `operation` on `case`."""
+    shape = case.shape
+    return BranchRequest(
+        operation=operation,
+        geometry=case.geometry,
+        device_type=device.type,
+        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=case.dtype,
+        kv_dtype=case.dtype,
+        num_sequences=len(case.sequence_lengths),
+        num_queries=case.seq_len,
+        num_keys=max(case.sequence_lengths),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim_qk=shape.head_dim_qk,
+        head_dim_v=shape.head_dim_qk if operation in CHOICES else shape.head_dim_v,
+        layout=Layout.DENSE if case.lengths is None else Layout.PACKED,
+    )
 
+
+def step_request(case: Case, device: torch.device, *, batch: int, num_queries: int, kv_dtype: torch.dtype | None = None) -> BranchRequest:
+    """Return the request of the attention of the last `num_queries` tokens of `batch` sequences like `case`, over a cache.
+
+    `kv_dtype`: the dtype of the selected and the sliding branch's stores; None: that of the rows.
+    """
+    # routing rounds the tokens of a cache up to a power of 2
+    num_keys = 1 << (case.seq_len - 1).bit_length()
+    return evolve(
+        request_of("nsa", case, device), layout=Layout.CACHED, batch=batch, num_sequences=batch, num_queries=num_queries,
+        num_keys=num_keys, kv_dtype=kv_dtype or case.dtype,
+    )  # fmt: skip
+
+
+def reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, *, is_named: bool = True) -> list[str]:
+    """Return why the backend `name` cannot serve `request`; empty if it can.
+
+    `nsa` over a cache includes `append`, which another backend serves if `name` has none.
     `is_named`: policy reasons do not count, as if a user had named the backend.
     """
-    requests = _requests(name, operation, case, device, registry)
-    return list(dict.fromkeys(reason for request in requests for reason in _reasons_against(name, request, registry, is_named)))
+    requests = _parts_of(request, name, registry)
+    return list(dict.fromkeys(reason for part in requests for reason in _reasons_against(name, part, registry, is_named)))
 
 
-def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
-    """Return the requests of the forward pass of `operation`; `nsa` is four requests if `name` has no backend for it."""
-    is_split = operation == "nsa" and not registry.has(Operation.NSA, name)
-    parts = [part for part in OURS if part != "nsa"] if is_split else [operation]
-    shape = case.shape
-    return [
-        BranchRequest(
-            operation=part,
-            geometry=case.geometry,
-            device_type=device.type,
-            compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=case.dtype,
-            kv_dtype=case.dtype,
-            num_sequences=len(case.sequence_lengths),
-            num_queries=case.seq_len,
-            num_keys=max(case.sequence_lengths),
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim_qk=shape.head_dim_qk,
-            head_dim_v=shape.head_dim_qk if part in ("select", "choose") else shape.head_dim_v,
-            layout=Layout.DENSE if case.lengths is None else Layout.PACKED,
-        )
-        for part in parts
-    ]
+def _parts_of(request: BranchRequest, name: str, registry: BackendRegistry) -> list[BranchRequest]:
+    """Return the requests that `name` gets: for `nsa` those of the branches if it has no backend for `nsa`, and that of `append` if it has one."""
+    if request.operation is not Operation.NSA:
+        return [request]
+    parts = [request] if registry.has(Operation.NSA, name) else [_branch_of(request, each) for each in OURS if each != "nsa"]
+    if request.layout is Layout.CACHED and registry.has(Operation.APPEND, name):
+        parts.insert(0, evolve(request, operation=Operation.APPEND, num_heads=request.num_kv_heads))
+    return parts
+
+
+def _branch_of(request: BranchRequest, operation: str) -> BranchRequest:
+    """Return the part of `nsa` that `operation` computes; only the selected and the sliding branch read stores of another dtype."""
+    return evolve(
+        request, operation=operation, head_dim_v=request.head_dim_qk if operation in CHOICES else request.head_dim_v,
+        kv_dtype=request.kv_dtype if operation in ("slc", "win") else request.dtype,
+    )  # fmt: skip
 
 
 def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, is_named: bool) -> list[str]:

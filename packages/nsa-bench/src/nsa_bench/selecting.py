@@ -23,7 +23,7 @@ from nsa_bench.measurement import Direction, Job, Setup, Timing, describe_failur
 from nsa_bench.options import SelectOptions
 from nsa_bench.reporting import collect, in_rows
 from nsa_bench.results import Output, number
-from nsa_bench.routes import RouteRecorder, check_backend, reasons_against
+from nsa_bench.routes import RouteRecorder, check_backend, reasons_against, request_of
 from nsa_core import Operation
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.reference.choose import choose
@@ -75,7 +75,7 @@ def make_select_cases(options: SelectOptions) -> tuple[Case, ...]:
             raise OptionError(f"--lengths={length} cannot hold --sequences={options.sequences} of different lengths; use fewer sequences")
         dense = Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype)
         cases += [dense, attrs.evolve(dense, lengths=short_lengths(length, options.sequences))]
-    check_backend(options.backend, (("select", case) for case in cases), device)
+    check_backend(options.backend, ((request_of("select", case, device),) for case in cases))
     return tuple(cases)
 
 
@@ -102,7 +102,7 @@ def _measured(cases: tuple[Case, ...], device: torch.device, backend: str) -> It
         for operation, measure in parts.items():
             # the choice alone does not depend on sequences, so packed rows are not a separate case
             if registry.has(operation, name) and (operation is Operation.SELECT or case.lengths is None):
-                against = reasons_against(name, operation, case, device, registry, is_named=is_named)
+                against = reasons_against(name, request_of(operation, case, device), registry, is_named=is_named)
                 absent = SelectResult(case=case, part=operation.value, backend=name, rows=case.seq_len, absent=", ".join(against))
                 yield absent if against else measure(case, name, device, registry)
 

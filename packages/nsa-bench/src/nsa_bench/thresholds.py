@@ -39,7 +39,7 @@ from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_col
 from nsa_bench.options import ThresholdOptions
 from nsa_bench.reporting import progress_line
 from nsa_bench.results import Output, number, to_json, write_whole
-from nsa_bench.routes import RouteRecorder, reasons_against
+from nsa_bench.routes import RouteRecorder, reasons_against, request_of
 from nsa_core import Operation
 from nsa_core.backends.thresholds import FORMAT, SCHEMA, read_table, user_file
 from nsa_core.environment import dotted
@@ -283,7 +283,7 @@ def _measured(race: Race, say: Callable[[str], None]) -> Iterator[Measurement]:
     """
     plan, registry = race.plan, RouteRecorder.of_installed()
     served = {
-        (case, operation): [name for name in plan.backends if not reasons_against(name, operation, case, plan.device, registry)]
+        (case, operation): [name for name in plan.backends if not reasons_against(name, request_of(operation, case, plan.device), registry)]
         for case, operation in product(plan.cases, plan.operations)
     }
     if all(name == REFERENCE for names in served.values() for name in names):

@@ -34,7 +34,7 @@ from nsa_bench.measurement import (
 from nsa_bench.options import AttentionOptions
 from nsa_bench.reporting import attention_tables, collect, measured_rows, progress_line
 from nsa_bench.results import Output
-from nsa_bench.routes import RouteRecorder, check_backend
+from nsa_bench.routes import RouteRecorder, check_backend, request_of
 from nsa_core import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing.inputs import Inputs
 from nsa_core.testing.sampled import choices, compare_selection, expect, operands_of
@@ -51,7 +51,7 @@ def run_attention(options: AttentionOptions, output: Output) -> list[Measurement
         OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
     """
     plan = make_plan(options)
-    check_backend(options.backend, ((operation, job.case) for job in plan.jobs for operation in job.operations), plan.device)
+    check_backend(options.backend, ((request_of(each, job.case, plan.device),) for job in plan.jobs for each in job.operations))
     setup = Setup(device=plan.device, registry=RouteRecorder.of_installed(), backend=options.backend)
     return run_plan(plan, setup, attrs.asdict(options), output)
 
