@@ -137,6 +137,25 @@ def test_minutes_that_leave_no_time_are_refused(plan_file: Path, minutes: str, c
     assert not (plan_file.parent / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("nsa.backends.slc='flash_attn'", "nsa.backends.slc='flash_attn' "),
+        ("train.init_from='/nowhere'", "train.init_from='/nowhere' "),
+    ],
+)
+def test_a_stage_that_cannot_run_is_refused_before_anything_is_written(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], setting: str, reason: str
+) -> None:
+    words = ["needle", str(plan_file), "--out", str(plan_file.parent / "out"), "--arm", "nsa", "--json", str(plan_file.parent / "a.json")]
+    before = sorted(plan_file.parent.iterdir())
+    assert run_command([*words, "--set", setting]) == 2
+    said = capsys.readouterr().err
+    assert f"nsa-bench: nsa, stage=1: {reason}" in said
+    # the weights that the second stage begins with are not trained yet, which is no fault
+    assert ("stage=2" in said, sorted(plan_file.parent.iterdir())) == ("init_from" not in setting, before)
+
+
 def test_results_never_replace_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = plan_file.read_text()
     assert run_command(["needle", str(plan_file), "--out", str(plan_file.parent / "out"), "--json", str(plan_file)]) == 2

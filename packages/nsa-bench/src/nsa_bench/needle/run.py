@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from attrs import evolve
+
+from nsa_bench.ablate.plan import Trial
+from nsa_bench.ablate.run import TrialFolder, check_trials, prepare, run_trials
 from nsa_bench.errors import BenchError
 from nsa_bench.launching import stopped_by_signals
 from nsa_bench.needle.plan import Arm, Cell, NeedlePlan
@@ -34,8 +37,9 @@ def train_and_evaluate(
     at once at a signal. The next call continues. An arm whose stage fails is not trained further; its log says why.
 
     Raises:
-        OptionError: if a run below `out` was begun with another recipe.
+        OptionError: if a stage breaks a rule that `nsa-train preflight` checks, or a run below `out` was begun with another recipe.
     """
+    check_trials((stage for arm in arms for stage in _stages_to_check(arm, out)), out)
     folders = {arm: prepare(arm.stages, out) for arm in arms}
     end = None if minutes is None else time.monotonic() + 60 * minutes
     try:
@@ -55,6 +59,15 @@ def train_and_evaluate(
         say("stopped: the length that was being evaluated is left for the next call")
         return False
     return all(len(list(read_cells(plan, arm, out))) == len(plan.grid.lengths) for arm in arms)
+
+
+def _stages_to_check(arm: Arm, out: Path) -> Iterator[Trial]:
+    """Yield the stages of `arm`, without initial weights where the stage that trains them is not finished."""
+    is_finished = True
+    for stage in arm.stages:
+        known = stage.config.train if is_finished else evolve(stage.config.train, init_from=None)
+        yield Trial(stage.variant, stage.seed, evolve(stage.config, train=known))
+        is_finished = TrialFolder(out, stage).judged.is_file()
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
