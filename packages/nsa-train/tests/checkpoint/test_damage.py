@@ -145,6 +145,12 @@ def test_a_manifest_that_an_editor_formatted_is_not_said_to_have_another_sum(roo
     _is_refused(root, "is damaged: its values are those written and its bytes are not, as after an editor")
 
 
+def test_a_sum_that_is_no_sum_cannot_write_to_the_terminal(root: Path) -> None:
+    path = root / "step-2" / MANIFEST
+    path.write_text(json.dumps({"step": 2, "sha256": "a\nnsa-train: all is well\x1b[2J\ud800"}))
+    _is_refused(root, f"{path} is damaged: SHA-256 expected 'a\\nnsa-train: all is well\\x1b[2J\\ud800', found '")
+
+
 def _with_manifest(folder: Path, **changes: object) -> None:
     """Change the manifest of `folder` and sign it again, as a newer version or a person would."""
     content = {**manifests.read_manifest(folder), **changes}

@@ -52,7 +52,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not is_as_spelled:
         found = _digest(manifest)
         same = "its values are those written and its bytes are not, as after an editor"
-        problem = same if found == expected else f"SHA-256 expected {expected!s:.64}, found {found}"
+        problem = same if found == expected else f"SHA-256 expected {short(expected)}, found {found!r}"
         raise CheckpointError(f"{path} is damaged: {problem}; {OTHERS}")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
