@@ -149,3 +149,13 @@ def test_a_single_logged_step_is_seen() -> None:
     gates = {"step": 1, "gate_branch_shares": {"cmp": 0.5, "win": 0.5}, "gate_entropy_mean": 0.5}
     [axis] = [axis for axis in figure_of(History(STEPS, {}, [gates])).axes if axis.get_title() == "Share of each branch's gate"]
     assert {line.get_marker() for line in axis.lines} == {"o"}
+
+
+@pytest.mark.parametrize("losses", [[3.0], [3.0, math.nan, 2.0, math.inf]])
+def test_figures_without_a_neighbour_are_seen(losses: list[float]) -> None:
+    columns = {**dict.fromkeys(STEPS, losses), "step": [1.0 + index for index in range(len(losses))]}
+    lines = [line for axis in figure_of(History(columns, {}, [])).axes for line in axis.lines]
+    # loss, gradient norm, throughput, learning rate, MFU
+    assert [line.get_marker() for line in lines] == ["o"] * 5
+    [line] = _loss_axis([3.0, 2.0, math.nan], {}).lines
+    assert line.get_marker() in ("", "None")

@@ -1,8 +1,9 @@
 """Draw curves.png from the CSV tables and the heartbeat of a run's directory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,7 +144,7 @@ def figure_of(history: History) -> "Figure":
 
 def _draw_loss(axis: Any, history: History) -> None:
     steps, losses = history.training["step"], history.training["loss"]
-    axis.plot(steps, losses, color=BRANCH_COLOURS["cmp"], lw=0.8, label="training")
+    _draw_line(axis, steps, losses, color=BRANCH_COLOURS["cmp"], lw=0.8, label="training")
     tested = list(zip(history.validation.get("step", []), history.validation.get("val_loss", []), strict=True))
     if tested:
         # nothing was measured between two evaluations: points, not a line
@@ -164,7 +165,7 @@ def _draw_loss(axis: Any, history: History) -> None:
 def _draw_gradients(axis: Any, history: History) -> None:
     from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
 
-    axis.plot(history.training["step"], history.training["grad_norm"], color=BRANCH_COLOURS["slc"], lw=0.8)
+    _draw_line(axis, history.training["step"], history.training["grad_norm"], color=BRANCH_COLOURS["slc"], lw=0.8)
     if norms := [norm for norm in history.training["grad_norm"] if 0 < norm < math.inf]:
         spread = max(norms) / min(norms)
         axis.set_yscale("log")
@@ -174,18 +175,18 @@ def _draw_gradients(axis: Any, history: History) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_title("Gradient norm (line), learning rate (dotted)")
     rates = axis.twinx()
-    rates.plot(history.training["step"], history.training["lr"], ":", color=INK, lw=1.2)
+    _draw_line(rates, history.training["step"], history.training["lr"], color=INK, lw=1.2, ls=":")
     rates.grid(visible=False)
 
 
 def _draw_throughput(axis: Any, history: History) -> None:
-    axis.plot(history.training["step"], history.training["toks_per_s"], color=BRANCH_COLOURS["win"], lw=0.8)
+    _draw_line(axis, history.training["step"], history.training["toks_per_s"], color=BRANCH_COLOURS["win"], lw=0.8)
     axis.set_ylim(bottom=0)
     axis.set_title("Throughput, tokens per second")
     shares = history.training.get("mfu", [])
     if any(not math.isnan(share) for share in shares):
         percent = axis.twinx()
-        percent.plot(history.training["step"], [100 * share for share in shares], ":", color=INK, lw=1.0)
+        _draw_line(percent, history.training["step"], [100 * share for share in shares], color=INK, lw=1.0, ls=":")
         percent.set_ylim(bottom=0)
         percent.grid(visible=False)
         axis.set_title("Throughput, tokens per second (line), MFU in % (dotted)")
@@ -227,13 +228,18 @@ def _name_lines(axis: Any) -> None:
         axis.legend(frameon=False)
 
 
+def _draw_line(axis: Any, steps: Sequence[float], figures: Sequence[float], **style: Any) -> None:
+    """Draw a line through `figures`, with points where no two neighbours are finite: a line of one point cannot be seen."""
+    is_seen = any(math.isfinite(one) and math.isfinite(following) for one, following in pairwise(figures))
+    axis.plot(steps, figures, marker="" if is_seen else "o", **style)
+
+
 def _draw_fields(axis: Any, events: list[dict[str, Any]], *lines: tuple[str, str, str], title: str, highest: float | None = None) -> None:
     """Draw the known fields of `events`, from 0 up; each of `lines` has a field's name, colour and label."""
     for name, colour, label in lines:
         known = [(event["step"], event[name]) for event in events if event.get(name) is not None]
         if known:
-            # a line of one point cannot be seen
-            axis.plot(*zip(*known, strict=True), color=colour, label=label, marker="" if len(known) > 1 else "o")
+            _draw_line(axis, *zip(*known, strict=True), color=colour, label=label)
     _name_lines(axis)
     axis.set_ylim(0, highest)
     axis.set_title(title)
