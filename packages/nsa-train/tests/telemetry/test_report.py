@@ -64,6 +64,18 @@ def test_the_page_of_a_run_that_goes_on_says_so(run: RunDirectory) -> None:
         assert "Drawn from the records up to step 5, &lt;now&gt;;" in page
 
 
+def test_outputs_of_any_size_are_short(run: RunDirectory) -> None:
+    events = [json.loads(line) for line in run.heartbeat.read_text().splitlines()]
+    for event in events:
+        if "contribution_cmp" in event:
+            event.update(contribution_cmp=1.99425e26, contribution_slc=3.21e-7)
+    run.heartbeat.write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_report(run)
+    shown = re.findall(r'<td title="mean \|output\|">(.*?)</td>', run.report.read_text())
+    assert shown[:2] == ["1.994e+26", "3.21e-07"]
+    assert len(shown[2]) <= 9
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["pipe", "device", "holes"])
 def test_records_that_are_no_regular_files_are_named_and_left_out(
