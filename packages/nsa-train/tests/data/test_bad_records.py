@@ -16,7 +16,9 @@ import pytest
 from nsa_train.cli import run_command
 from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
 from nsa_train.data.lanes import BlockLane, BlockSequence, Entry
+from nsa_train.data.sources import jsonl
 from nsa_train.data.sources.base import Bad, Document, Reading
+from nsa_train.data.sources.jsonl import JsonlBlocks
 from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
 from nsa_train.settings.config import RunConfig
@@ -70,6 +72,32 @@ def test_a_bad_line_is_named_or_counted(
         while not stream.figures()["data_epoch"]:
             next(stream)
         assert stream.figures()["data_bad_records"] == 1
+
+
+@pytest.mark.parametrize(("before", "which"), [(0, "line 1 has 2,097,153 bytes"), (2, "line [123] is read with lines 1 to 3, which have ")])
+def test_an_endless_line_of_a_streamed_file_is_refused_before_it_is_read(
+    tmp_path: Path, data_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, before: int, which: str
+) -> None:
+    """A hole of a sparse file, or an array of all records on one line, would take all memory."""
+    monkeypatch.setattr(jsonl, "MOST_TOGETHER", 2**20)
+    good = _lines()
+    path = _write(tmp_path / "a.jsonl", [*good[:before], b"\0" * 2**21, *good[before:]])
+    overrides = ["data.source=jsonl", f"data.path={path}", "data.in_memory_mib=0"]
+    with pytest.raises(DataError, match=f"data.path: {re.escape(str(path))} {which}") as caught:
+        open_dataset(data_config(*overrides))
+    advice = "cut the longest line into several records, or use --set data.on_bad_record=skip"
+    assert str(caught.value).endswith(f"(the rule: at most 1,048,576, because lines of a streamed file are read whole); {advice}")
+    records = [record for block in _blocks_of(path) for record in block]
+    assert (len(records), sum(isinstance(record, Bad) for record in records)) == (len(good) + 1, before + 1)
+    # in memory, where the corpus is as large as its user allowed, only the line is bad
+    with pytest.raises(DataError, match=re.escape(f"data.path: {path} line {before + 1} is not JSON")):
+        open_dataset(data_config(*overrides, "data.in_memory_mib=64"))
+
+
+def _blocks_of(path: Path) -> Iterator[list[Document | Bad]]:
+    blocks = JsonlBlocks([path], Reading())
+    blocks.keep_hashes(is_salvaging=False)
+    yield from (list(blocks.read(block)) for block in range(len(blocks)))
 
 
 @pytest.mark.parametrize("in_memory_mib", [64, 0])

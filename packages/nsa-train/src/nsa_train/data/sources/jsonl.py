@@ -17,6 +17,8 @@ from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
 """Maximum lines of a block, and bytes at which a block ends with the current line. For files too large for memory, blocks are shuffled."""
+MOST_TOGETHER = 2**30
+"""Maximum bytes of a streamed block, which is read whole; only one very long line makes a longer one."""
 _CHUNK = 2**24
 _NEWLINE = 10
 
@@ -71,6 +73,10 @@ class JsonlBlocks(FileBlocks):
             yield from [Bad(f"data.path: {path}", "is empty (it holds no line)")][start:]
             return
         numbers = range(span.first_line + start, span.first_line + span.lines)
+        # only a streamed corpus keeps hashes; a corpus in memory is at most as large as its user said
+        if self.hashes is not None and span.stop - span.start > MOST_TOGETHER:
+            yield from (_too_long(span, number) for number in numbers)
+            return
         try:
             lines = self.whole(block).removesuffix(b"\n").split(b"\n")
             if len(lines) != span.lines:
@@ -103,6 +109,18 @@ def record_of_line(path: Path, number: int, line: bytes) -> Record:
     if TEXT_FIELD not in value:
         return Bad(where, f"has no field {TEXT_FIELD!r} (it has {_few(value)})")
     return document_of(f"{path}:{number}", where, value[TEXT_FIELD], of=f" of field {TEXT_FIELD!r}")
+
+
+def _too_long(span: _Span, number: int) -> Bad:
+    """Return the bad record for line `number` of a block that is too large to be read."""
+    size = f"{span.stop - span.start:,} bytes"
+    which = (
+        f"has {size}"
+        if span.lines == 1
+        else f"is read with lines {span.first_line} to {span.first_line + span.lines - 1}, which have {size}"
+    )
+    rule = f"the rule: at most {MOST_TOGETHER:,}, because lines of a streamed file are read whole"
+    return Bad(f"data.path: {span.file.path} line {number}", f"{which} ({rule})", advice="cut the longest line into several records")
 
 
 def _few(value: dict[str, object]) -> str:
