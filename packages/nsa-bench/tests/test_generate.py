@@ -188,7 +188,7 @@ def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytes
 def test_without_nsa_transformers_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     assert run_command(["generate"]) == 2
-    assert "install nsa-bench[transformers]" in " ".join(capsys.readouterr().err.split())
+    assert "in a checkout: pip install ./packages/nsa-transformers" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.hardware(capability=(8, 0))

@@ -172,6 +172,14 @@ def test_tasks_that_lm_eval_refuses_end_with_2(folder, tasks, capsys, before, af
     assert message in printed
 
 
+def test_without_lm_eval_the_message_says_what_to_install(folder, tasks, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main([str(folder), "--tasks", str(tasks)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "an evaluation needs lm-eval, which is not installed (" in line
+    assert line.endswith("); use pip install lm-eval")
+
+
 def test_a_folder_without_a_tokenizer_ends_with_2(folder, tmp_path, tasks, capsys):
     _needs_lm_eval()
     alone = tmp_path / "alone"

@@ -40,7 +40,9 @@ def trainer_for(command: str) -> Iterator[None]:
         TrainerError: if nsa-train refuses something, or fails.
     """
     if find_spec("nsa_train") is None:
-        raise OptionError(f"{command} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
+        raise OptionError(
+            f"{command} drives nsa-train, which is not installed (it is an extra); in a checkout: pip install ./packages/nsa-train"
+        )
     from nsa_train.errors import TrainError
 
     try:
@@ -56,7 +58,9 @@ def require_transformers(command: str) -> None:
         OptionError: if it is not installed.
     """
     if find_spec("nsa_transformers") is None:
-        raise OptionError(f"{command} needs nsa-transformers, which is not installed (it is an extra); install nsa-bench[transformers]")
+        raise OptionError(
+            f"{command} needs nsa-transformers, which is not installed (it is an extra); in a checkout: pip install ./packages/nsa-transformers"
+        )
 
 
 def require_checkpoint(name: str, path: Path) -> None:

@@ -44,9 +44,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(
-            f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
-        ) from None
+        raise ConfigError(f"an evaluation needs lm-eval, which is not installed ({error}); use pip install lm-eval") from None
     model, tokenizer = _opened(folder)
     wrapped = HFLM(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch_size)
     try:

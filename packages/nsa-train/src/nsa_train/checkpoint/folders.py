@@ -131,7 +131,9 @@ def require_installed(what: str) -> None:
     try:
         import nsa_transformers  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{what} needs nsa-transformers, which is not installed ({error}); install the extra nsa-train[hf]") from None
+        raise ConfigError(
+            f"{what} needs nsa-transformers, which is not installed ({error}); in a checkout: pip install ./packages/nsa-transformers"
+        ) from None
 
 
 def _content(path: Path) -> dict[str, Any]:
