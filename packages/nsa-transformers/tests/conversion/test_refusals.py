@@ -13,8 +13,8 @@ from nsa_transformers.checksums import UNSEALED, seal
 from nsa_transformers.conversion import ConversionOptions, plan_conversion, verifying, write_converted
 
 
-def edit_config(folder, **values):
-    path = folder / "config.json"
+def edit_config(folder, name="config.json", **values):
+    path = folder / name
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
@@ -56,6 +56,39 @@ def test_heads_that_do_not_divide_are_refused(dense):
     edit_config(folder, num_key_value_heads=3)
     edit_weights(folder, lambda tensors: [tensors.update({name: torch.zeros(48, 32)}) for name in tensors if re.search("[kv]_proj", name)])
     assert "num_kv_heads=3 does not divide num_heads=4 (each KV head serves H/G query heads); use 2 or 4" in refusal(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+@pytest.mark.parametrize("value", [61, -1])
+def test_ids_outside_the_vocabulary_are_refused(dense, file, key, value):
+    folder = dense().folder
+    edit_config(folder, file, **{key: value})
+    assert f"/{file} has {key}={value} (the rule: an id of the vocabulary, 0 .. 60, or a list of them); use the id of its" in refusal(
+        folder
+    )
+
+
+@pytest.mark.parametrize("value", [[1, 61], [-3], "2", 2.0, True, [[1]], {"id": 2}])
+def test_settings_of_generation_whose_id_of_an_end_is_none_are_refused(dense, value):
+    folder = dense().folder
+    edit_config(folder, "generation_config.json", eos_token_id=value)
+    assert f"/generation_config.json has eos_token_id={value!r} (the rule: an id of the vocabulary, 0 .. 60, " in refusal(folder)
+
+
+def test_a_list_with_an_id_outside_the_vocabulary_is_refused(dense):
+    folder = dense().folder
+    edit_config(folder, eos_token_id=[1, 61])
+    assert "/config.json has eos_token_id=[1, 61] (the rule: " in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [60, [0, 60], None])
+def test_ids_of_the_vocabulary_are_converted(dense, convert, value):
+    folder = dense().folder
+    # some dense models have no pad, and -1 for its id
+    edit_config(folder, eos_token_id=value, pad_token_id=-1)
+    edit_config(folder, "generation_config.json", eos_token_id=value)
+    assert convert(folder).model.generation_config.eos_token_id == value
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size"])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from nsa_core.compression import build_compressor
 from nsa_core.config import NSAConfig
 from nsa_core.decoder import Block, weightless
-from nsa_core.errors import InputError
+from nsa_core.errors import ConfigError, InputError
 from nsa_core.gating import GateMLP
 from nsa_transformers.configuration import NSAModelConfig
 from nsa_transformers.conversion.options import ConversionOptions, Gates, gate_logits
-from nsa_transformers.conversion.sources import Source, open_source
+from nsa_transformers.conversion.sources import GENERATION, Source, open_source, read_json
 from nsa_transformers.conversion.tensor_files import DTYPES, Planned, Stored
 from nsa_transformers.conversion.translation import converted_config
 
@@ -40,6 +41,8 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Matches buffers that old checkpoints hold; Transformers computes them."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
+ENDS = ("bos_token_id", "eos_token_id")
+"""Keys of an id, or of a list of ids, at which a text begins or ends."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -72,6 +75,7 @@ def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
     source = open_source(folder)
     _require_dtypes(source)
     _require_sizes(source)
+    _require_ids(source)
     code = source.tensors[EMBEDDING].code
     config = converted_config(source, options, str(DTYPES[code]).removeprefix("torch."))
     forms = tensor_shapes(config)
@@ -145,6 +149,22 @@ def _require_sizes(source: Source) -> None:
         f"{last}.mlp.down_proj.weight": (hidden, theirs.intermediate_size),
     }
     _refuse(source, _misfits(source.tensors, wanted))
+
+
+def _require_ids(source: Source) -> None:
+    """Raise ConfigError for ids without a row of the embedding in config.json or generation_config.json, or if the latter cannot be read."""
+    last = source.config.vocab_size - 1
+    tables = {"config.json": {name: getattr(source.config, name) for name in ENDS}}
+    if (source.folder / GENERATION).is_file():
+        tables[GENERATION] = read_json(source.folder / GENERATION)
+    for file, name in product(tables, ENDS):
+        value = tables[file].get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(index) is int and 0 <= index <= last for index in ids):
+            raise ConfigError(
+                f"{source.folder / file} has {name}={value!r:.80} (the rule: an id of the vocabulary, 0 .. {last}, or a list of them); "
+                "use the id of its tokenizer"
+            )
 
 
 def _require_tensors(source: Source, wanted: dict[str, tuple[int, ...]]) -> None:

@@ -14,6 +14,7 @@ from nsa_core.errors import ConfigError
 from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
 from nsa_transformers.weights import require_safetensors, weight_files
 
+GENERATION = "generation_config.json"
 MOST_JSON = 16 * 2**20
 """Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
 

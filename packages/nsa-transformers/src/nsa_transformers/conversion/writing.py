@@ -8,7 +8,7 @@ from typing import NamedTuple
 from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
-from nsa_transformers.conversion.sources import read_json
+from nsa_transformers.conversion.sources import GENERATION
 from nsa_transformers.conversion.tensor_files import write_shards
 from nsa_transformers.conversion.verifying import Difference, compare
 
@@ -24,7 +24,6 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 """Files of a tokenizer, which are copied unchanged; code in the same folder is not copied."""
-GENERATION = "generation_config.json"
 SHARES = 10
 """Number of progress lines while tensors are written."""
 
@@ -40,13 +39,10 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        ConfigError: if the source's generation_config.json cannot be read; nothing is written then.
         InputError: if a file of the source is damaged, or the comparison fails. The folder then has no config.json.
     """
     source = conversion.source.folder
     require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
-    if (source / GENERATION).is_file():
-        read_json(source / GENERATION)
     folder.mkdir(parents=True)
     write_shards(folder, conversion.planned, shard_bytes=conversion.options.shard_bytes, say=_progress(conversion.nbytes, say))
     for name in TOKENIZER_FILES:
