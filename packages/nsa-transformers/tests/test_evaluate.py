@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -188,6 +189,14 @@ def test_a_folder_without_a_tokenizer_ends_with_2(folder, tmp_path, tasks, capsy
         (alone / name).write_bytes((folder / name).read_bytes())
     assert main([str(alone), "--tasks", str(tasks)]) == 2
     assert f"cannot be loaded ({alone} has no tokenizer.json; copy it from the folder that the model came from)" in capsys.readouterr().err
+
+
+def test_settings_of_generation_that_are_no_table_end_with_2(folder, tmp_path, tasks, capsys):
+    _needs_lm_eval()
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    (copied / "generation_config.json").write_text("[]")
+    assert main([str(copied), "--tasks", str(tasks)]) == 2
+    assert f"cannot be loaded ({copied / 'generation_config.json'} cannot be read (" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):

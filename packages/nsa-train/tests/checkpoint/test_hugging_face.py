@@ -345,6 +345,14 @@ def test_a_damaged_text_file_of_a_folder_is_an_error_of_one_line(
     assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("content", ["[]", "5", "null", "{", "[" * 100_000])
+def test_settings_of_generation_that_are_no_table_are_refused_by_name(exported: Callable[..., Path], content: str) -> None:
+    path = exported() / "generation_config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"cannot be loaded .{re.escape(str(path))} cannot be read .*; use the files of one checkpoint"):
+        open_model(path.parent)
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_quantized_weights_whose_reader_is_not_installed_are_refused_in_one_line(exported: Callable[..., Path]) -> None:
     folder = exported()

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from nsa_core.errors import ConfigError, NSAError
+from nsa_transformers.conversion.sources import generation_settings
 from nsa_transformers.tokenizer import asks_for_code, tokenizer_of
 
 SPLIT = "test"
@@ -72,9 +73,11 @@ def _opened(folder: Path) -> tuple[Any, Any]:
     """Return the model and the tokenizer in `folder`.
 
     Raises:
-        ConfigError: if the model cannot be loaded or lacks tensors, or the tokenizer has ids beyond the model's vocabulary.
+        ConfigError: if the model or its generation_config.json cannot be loaded, tensors are missing, or the tokenizer has ids beyond the
+            vocabulary.
     """
     try:
+        generation_settings(folder)
         # a folder of another family may hold code and pickles
         model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True)
         tokenizer = tokenizer_of(folder)

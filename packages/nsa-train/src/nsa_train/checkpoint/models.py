@@ -80,9 +80,12 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     from huggingface_hub.errors import StrictDataclassError
 
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
+    from nsa_transformers.conversion.sources import generation_settings
     from nsa_transformers.tokenizer import tokenizer_of
 
     try:
+        # Transformers would ignore a damaged file, and fail on a list without its name
+        generation_settings(folder)
         model: Any = (
             NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
             if with_weights

@@ -17,7 +17,7 @@ from nsa_core.errors import ConfigError, InputError
 from nsa_core.gating import GateMLP
 from nsa_transformers.configuration import NSAModelConfig
 from nsa_transformers.conversion.options import ConversionOptions, Gates, gate_logits
-from nsa_transformers.conversion.sources import GENERATION, Source, open_source, read_json
+from nsa_transformers.conversion.sources import GENERATION, Source, generation_settings, open_source
 from nsa_transformers.conversion.tensor_files import DTYPES, Planned, Stored
 from nsa_transformers.conversion.translation import converted_config
 
@@ -154,9 +154,8 @@ def _require_sizes(source: Source) -> None:
 def _require_ids(source: Source) -> None:
     """Raise ConfigError for ids without a row of the embedding in config.json or generation_config.json, or if the latter cannot be read."""
     last = source.config.vocab_size - 1
-    tables = {"config.json": {name: getattr(source.config, name) for name in ENDS}}
-    if (source.folder / GENERATION).is_file():
-        tables[GENERATION] = read_json(source.folder / GENERATION)
+    own = {name: getattr(source.config, name) for name in ENDS}
+    tables = {"config.json": own, GENERATION: generation_settings(source.folder)}
     for file, name in product(tables, ENDS):
         value = tables[file].get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]

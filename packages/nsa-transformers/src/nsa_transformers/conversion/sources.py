@@ -124,6 +124,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of the generation_config.json in `folder`; empty if there is none.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds no object.
+    """
+    path = folder / GENERATION
+    return read_json(path) if path.is_file() else {}
+
+
 def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
     kind, named = content.get("model_type"), content.get("architectures")
     found = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
