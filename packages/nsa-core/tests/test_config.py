@@ -1,8 +1,11 @@
 """The configuration: refusals, their messages, and that the suggested values work."""
 
+import ast
 import copy
+import json
 import pickle
 import re
+import tomllib
 from collections.abc import MutableMapping
 
 import attrs
@@ -187,7 +190,14 @@ def test_branches_must_be_a_choice_of_the_three_each_once(branches):
     message = refusal(config, branches=branches)
 
     assert message.startswith("branches=")
-    assert message.endswith("is not a non-empty choice of 'cmp', 'slc', 'win', each once; use ('cmp', 'slc', 'win')")
+    assert message.endswith("is not a non-empty choice of 'cmp', 'slc', 'win', each once; use [\"cmp\", \"slc\", \"win\"]")
+
+
+def test_the_advice_about_branches_can_be_typed_in_python_toml_and_json():
+    advice = refusal(config, branches=()).partition("; use ")[2]
+
+    for spelled in (ast.literal_eval(advice), tomllib.loads(f"branches = {advice}")["branches"], json.loads(advice)):
+        assert config(branches=spelled).branches == ("cmp", "slc", "win")
 
 
 @pytest.mark.parametrize(

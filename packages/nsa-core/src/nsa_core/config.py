@@ -257,7 +257,10 @@ def _check_backends(instance: object, attribute: object, value: Any) -> None:
 def _check_branches(instance: object, attribute: object, value: Any) -> None:
     is_choice = isinstance(value, tuple) and all(branch in BRANCHES for branch in value)
     if not is_choice or not value or len(set(value)) != len(value):
-        raise ConfigError(f"branches={value!r} is not a non-empty choice of 'cmp', 'slc', 'win', each once; use ('cmp', 'slc', 'win')")
+        # a list in double quotes is Python, TOML and JSON
+        raise ConfigError(
+            f"branches={value!r} is not a non-empty choice of 'cmp', 'slc', 'win', each once; use [\"cmp\", \"slc\", \"win\"]"
+        )
 
 
 def _in_paper_order(value: Any) -> Any:

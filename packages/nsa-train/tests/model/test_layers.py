@@ -77,7 +77,7 @@ def test_a_shorter_pattern_is_repeated(tiny_config) -> None:
         ('["nsa", {window_size=0}]', ["model.layers[1].window_size=0", "integer >= 1"]),
         ('["nsa", {window_size=9999999999}]', ["model.layers[1].window_size=9999999999 is not a number up to"]),
         ('["nsa", {selection_block_size=5}]', ["model.layers[1].selection_block_size=5", "compression_stride=2"]),
-        ('["nsa", {branches=["cmb"]}]', ["model.layers[1].branches=('cmb',)", "use ['cmp', 'slc', 'win']"]),
+        ('["nsa", {branches=["cmb"]}]', ["model.layers[1].branches=('cmb',)", 'use ["cmp", "slc", "win"]']),
     ],
 )
 def test_bad_layers_are_refused_in_one_line_with_the_cure(tiny_recipe, layers: str, words: list[str]) -> None:

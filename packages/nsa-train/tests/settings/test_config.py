@@ -49,7 +49,7 @@ BAD = [
     ("nsa.branches=cmp", ["nsa.branches='cmp'", "use"]),
     ("nsa.backends.cpm=sdpa", ["nsa.", "'cpm'"]),
     ("nsa.backends=sdpa", ["nsa.backends='sdpa'", "use {cmp = 'sdpa'}"]),
-    ("nsa.branches=[]", ["nsa.branches=()", "use ['cmp', 'slc', 'win']"]),
+    ("nsa.branches=[]", ["nsa.branches=()", 'use ["cmp", "slc", "win"]']),
     ("nsa.rope_scaling={kind='yran', factor=2.0}", ["nsa.rope_scaling.kind='yran'", "use 'linear'"]),
     ("nsa.rope_scaling={kind='linear', factor=nan}", ["nsa.rope_scaling.factor=nan", "use 1.0"]),
     ("nsa.rope_scaling={kind='linear', factor=1e300}", ["nsa.rope_scaling.factor=1e+300", "more than 2,147,483,647", "factor = 2.0"]),

@@ -154,7 +154,6 @@ SCALING_ADVICE = "use {kind = 'linear', factor = 2.0}"
 _IN_TOML = {
     "use {'kind': 'linear', 'factor': 2.0}": SCALING_ADVICE,
     "use {'cmp': 'sdpa'}": "use {cmp = 'sdpa'}",
-    "use ('cmp', 'slc', 'win')": "use ['cmp', 'slc', 'win']",
     "use attention_factor=None or kind='yarn'": "leave it away, or use kind='yarn'",
 }
 """Advice of nsa-core, which is in Python -> the same in TOML."""
