@@ -101,7 +101,7 @@ def test_a_signal_during_an_evaluation_leaves_its_length_to_the_next_call(
     assert not list(read_cells(plan, plan.arms[0], out))
 
 
-def test_an_arm_whose_stage_fails_leaves_the_others(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_begins_after_one_that_failed_and_other_arms_do(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def command_of(folder: TrialFolder) -> list[str]:
         return [sys.executable, "-c", "import sys; sys.exit('it cannot be')"]
 
@@ -109,7 +109,9 @@ def test_an_arm_whose_stage_fails_leaves_the_others(plan_file: Path, monkeypatch
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     said: list[str] = []
     assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore)
-    assert [line.split()[1] for line in said if line.startswith("FAILED")] == [stage.name for arm in plan.arms for stage in arm.stages]
+    began = [line.split()[1] for line in said if line.startswith("started")]
+    assert began == [line.split()[1] for line in said if line.startswith("FAILED")] == [arm.stages[0].name for arm in plan.arms]
+    assert said[-1].endswith(": it cannot be")
 
 
 def test_an_arm_may_be_trained_alone(plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,12 +126,13 @@ def run_trials(
     say: Callable[[str], None],
     after_each: Callable[[], object],
     gpus: Sequence[str] = (),
+    need_previous: bool = False,
 ) -> bool:
-    """Run the unfinished trials, at most `side_by_side` at a time; return whether all were started and ended by themselves.
+    """Run the unfinished trials, at most `side_by_side` at a time; return whether all ended by themselves.
 
     `after_each` is called when a trial has ended. With several `gpus`, as CUDA_VISIBLE_DEVICES names them, a trial runs on the one that has
     the fewest trials. After `minutes`, at Ctrl-C, SIGTERM and SIGHUP, and if this process is killed, the runs save and end; the next call
-    continues them. A trial that fails stops no other trial; its log says why.
+    continues them. A trial that fails stops no other trial, but with `need_previous` no later trial starts; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
     running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
@@ -152,8 +153,11 @@ def run_trials(
                     log_starts[folder] = folder.log.stat().st_size if folder.log.is_file() else 0
                     running[folder] = _started(folder, gpu)
                 for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                    say(_ended(folder, running.pop(folder).returncode, log_starts[folder]))
+                    code = running.pop(folder).returncode
+                    say(_ended(folder, code, log_starts[folder]))
                     after_each()
+                    if need_previous and code != 0:
+                        waiting.clear()
                 if deadline is not None and time.monotonic() > deadline and (waiting or running):
                     say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
                     return False

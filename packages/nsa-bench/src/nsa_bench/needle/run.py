@@ -45,8 +45,10 @@ def train_and_evaluate(
     try:
         with stopped_by_signals():
             for arm in arms:
-                # one at a time: each begins with the weights of the previous one
-                if not run_trials(folders[arm], side_by_side=1, minutes=minutes_until(end), say=say, after_each=after_each):
+                # each stage begins with the weights of the previous one
+                if not run_trials(
+                    folders[arm], side_by_side=1, minutes=minutes_until(end), say=say, after_each=after_each, need_previous=True
+                ):
                     return False
                 if not all(folder.judged.is_file() for folder in folders[arm]):
                     continue
