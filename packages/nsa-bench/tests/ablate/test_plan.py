@@ -55,6 +55,8 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
         ("[1e-3, 1e-2]", "[" + "1e-3, " * 5001 + "]", "plan.toml: 20,004 trials are more than 10,000; cut the grid"),
         ("[1e-3, 1e-2]", "[1e-3, 0.001]", "plan.toml: grid.train.lr=[0.001, 0.001] has equal values (they would be one line"),
         ("[1e-3, 1e-2]", "[1, 1.0]", "plan.toml: grid.train.lr=[1, 1.0] has equal values"),
+        ("[arms.nsa]", '[arms.""]', "plan.toml: arms.'' names no arm (the rule: a letter or digit, for the table and for names of di"),
+        ("[arms.nsa]", '[arms."/ ."]', "plan.toml: arms.'/ .' names no arm (the rule: a letter or digit, "),
         ("[arms.nsa]", '[arms."a b"]\n[arms.a_b]', "plan.toml: 2 runs have the directory 'a_b_lr=0.001_seed=3' (each has its own"),
         ("[arms.nsa]", f"[arms.{'n' * 230}]", "of 246 bytes (the rule: at most 240); use shorter names"),
         ("train.steps = 2", "train.seed = 2", "plan.toml: set.train.seed=2 is not read (each trial has one of the plan's seeds)"),

@@ -111,6 +111,7 @@ def test_what_cannot_be_is_refused(plan_file: Path, override: str, message: str)
         ("[grid]", "[set.grid]", "grid is missing; use a section [grid]"),
         ("depths = 3", "", "grid.depths is missing; use grid.depths = 10"),
         ("train.steps = 1", "steps = 1", "stages are missing"),
+        ("[arms.nsa]", '[arms.""]', "plan.toml: arms.'' names no arm (the rule: a letter or digit, for the table and for "),
         ("[arms.nsa]", '[arms."a b"]\n[arms.a_b]', "2 runs have the directory 'a_b_stage=1_seed=0' (each has its own"),
     ],
 )

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +151,13 @@ def broken_names(names: Sequence[str]) -> Iterator[str]:
             yield f"a run has the directory {name[:40]!r}... of {len(name.encode())} bytes (the rule: at most {MOST_BYTES}); use shorter names"
 
 
+def nameless(arms: Iterable[str]) -> Iterator[str]:
+    """Yield why names of arms show no arm: neither a line of the table nor a directory would name it."""
+    for arm in arms:
+        if not re.search(r"\w", arm):
+            yield f"arms.{arm!r} names no arm (the rule: a letter or digit, for the table and for names of directories); use [arms.nsa]"
+
+
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} is unknown; use one of {listed(KEYS)}" for name in content if name not in KEYS)
     if not isinstance(content.get("recipe"), str):
@@ -162,8 +169,10 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"seeds={seeds!r} names a seed twice; name each once"
     if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
         yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
-    elif baseline is not None and not (isinstance(baseline, str) and baseline in arms):
-        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
+    else:
+        yield from nameless(arms)
+        if baseline is not None and not (isinstance(baseline, str) and baseline in arms):
+            yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
     tables = {name: content.get(name, {}) for name in ("set", "grid")}
     yield from (f"{name}={table!r} is not a table; use a section [{name}]" for name, table in tables.items() if not isinstance(table, dict))
     if isinstance(tables["grid"], dict):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attrs import evolve, fields_dict, frozen
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.ablate.plan import Trial, Variant, broken_names
+from nsa_bench.ablate.plan import Trial, Variant, broken_names, nameless
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
 from nsa_core.config import BlockGeometry
@@ -245,6 +245,8 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     arms, stages = content.get("arms"), content.get("stages")
     if not (isinstance(arms, dict) and arms and all(map(_is_tables, arms.values()))):
         yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
+    else:
+        yield from nameless(arms)
     if not (isinstance(stages, list) and stages and all(map(_is_tables, stages))):
         yield "stages are missing; use [[stages]] with train.seq_len and train.steps"
     else:
