@@ -44,7 +44,7 @@ from nsa_train.settings.options import (
     read_prompts,
     resume_step,
 )
-from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
+from nsa_train.settings.recipe import find_recipe, load_config, settled, shipped_recipes, to_toml
 
 app = App(
     name="nsa-train",
@@ -644,4 +644,4 @@ def _checked_config(recipe: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _default_out(recipe: str) -> Path:
-    return Path("runs") / f"{Path(recipe).stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    return Path("runs") / f"{find_recipe(recipe).stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"

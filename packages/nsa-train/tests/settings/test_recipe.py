@@ -115,8 +115,9 @@ def test_an_override_that_keeps_a_parser_busy_is_one_line(
     assert len(told) < 500
 
 
-def test_a_recipe_name_that_is_too_long_for_a_file_is_shown_in_short(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["preflight", "a" * 300]) == 2
+@pytest.mark.parametrize("words", [["preflight"], ["run"], ["run", "--dry-run"], ["run", "--out", "x"], ["loader-check"]], ids=" ".join)
+def test_a_recipe_name_that_is_too_long_for_a_file_is_shown_in_short(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert run_command([words[0], "a" * 300, *words[1:]]) == 2
     told = capsys.readouterr().err
     assert "is neither a shipped recipe nor a file" in told
     assert len(told) < 250
