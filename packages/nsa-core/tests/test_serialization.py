@@ -273,6 +273,17 @@ def test_quoted_dots_and_brackets_do_not_count():
     assert toml_tables(text) == tomllib.loads(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 64, "-" + "9" * 64, "0." + "9" * 99, "9" * 99 + ".5", "9" * 99 + "e-9", "[0x" + "f" * 64 + "]"])
+def test_numbers_of_64_digits_and_floats_are_read(text):
+    assert toml_tables(f"x = {text}") == tomllib.loads(f"x = {text}")
+
+
+@pytest.mark.parametrize("text", ["9" * 65, "-" + "9" * 5000, "[1, +" + "9" * 60_000 + ", 2]", "{a = " + "9_" * 64 + "9}", "0o" + "7" * 65])
+def test_integers_of_more_digits_are_refused_with_their_line(text):
+    with pytest.raises(ValueError, match="^a number of more than 64 digits at line 2$"):
+        toml_tables(f"y = 1\nx = {text}\n")
+
+
 def test_toml_goes_through_the_same_checks_as_a_dict():
     with pytest.raises(ConfigError, match="did you mean 'window_size'"):
         config_from_toml(config_to_toml(NSAConfig(**SIZES)).replace("window_size", "windows_size"))

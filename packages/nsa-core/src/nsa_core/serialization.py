@@ -28,7 +28,8 @@ _STRINGS_AND_COMMENTS = re.compile(
 )
 """Matches strings and comments of TOML. An unclosed string ends with the text; tomllib then refuses it."""
 _LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
-_LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
+_LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}|(?<![\w.])[0-9][0-9_]{64,}(?![\w.])")
+"""Matches integers of more than 64 digits. Python refuses some of them, with advice that is not about TOML."""
 
 
 def config_to_dict(config: NSAConfig) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def toml_tables(text: str) -> dict[str, Any]:
     """Return the tables of a TOML document, in time proportional to its length. Keys and values may be nested at most 8 deep.
 
     Raises:
-        ValueError: if the text is nested deeper, has a hexadecimal, octal or binary number of more than 64 digits, or is not TOML.
+        ValueError: if the text is nested deeper, has an integer of more than 64 digits, or is not TOML.
     """
     _refuse_nesting(text)
     return tomllib.loads(text)

@@ -53,6 +53,8 @@ HOSTILE = {
     "header": ("[" + ".".join("a" * 32_000) + "]", "a key of more than 8 parts at line 1"),
     "quoted key": (" . ".join(['"a.b"', "'['"] * 4_000) + " = 1", "a key of more than 8 parts at line 1"),
     "number": ("\n[train]\nsteps = 0x" + "f" * 5_000, "a number of more than 64 digits at line 3"),
+    "integer": ("\n[train]\nsteps = " + "9" * 60_000, "a number of more than 64 digits at line 3"),
+    "integers": ("[nsa]\nx = [1, -" + "9_9" * 100 + "]", "a number of more than 64 digits at line 2"),
     "zero": ("a = \0", "Invalid value"),
     "large": ("#" * 65_537, "it has 65,537 bytes, and only a regular file of at most 64 KiB is read"),
 }
@@ -96,12 +98,16 @@ def test_a_recipe_that_is_no_small_regular_file_is_one_line(
     [
         ("nsa.x=" + "[" * 30_000, "holds values nested more than 8 deep"),
         ("nsa.x=" + "{a = " * 12_000, "holds values nested more than 8 deep"),
+        ("train.steps=" + "9" * 60_000, "holds a number of more than 64 digits at line 1; use fewer brackets and digits"),
+        ("train.steps=-" + "9" * 65, "holds a number of more than 64 digits"),
+        ("train.steps=0x" + "f" * 60_000, "holds a number of more than 64 digits"),
+        ("model.layers=[" + "9" * 60_000 + "]", "holds a number of more than 64 digits"),
         ("nsa.x={" + ".".join("a" * 30_000) + " = 1}", "holds a key of more than 8 parts"),
         (".".join("a" * 30_000) + "=1", "is not of the form table.key=value"),
         (".".join("a" * 50_000) + "=1", "takes 100,001 bytes (config.toml holds 65,536)"),
         ("data.path=['" + "a" * 65_000 + "', '" + "b" * 500 + "']", "with its overrides it takes"),
     ],
-    ids=["lists", "tables", "keys of a table", "key", "large", "large together"],
+    ids=["lists", "tables", "integer", "negative", "hexadecimal", "integers", "keys of a table", "key", "large", "large together"],
 )
 def test_an_override_that_keeps_a_parser_busy_is_one_line(
     tiny_recipe: Path, capsys: pytest.CaptureFixture[str], override: str, words: str

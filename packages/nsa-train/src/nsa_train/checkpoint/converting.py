@@ -104,7 +104,7 @@ def _parsed(option: str, text: str) -> Any:
     try:
         return parse_value(text)
     except ValueError as error:
-        raise ConfigError(f"{option}={text!r:.80} holds {error}; use fewer brackets") from None
+        raise ConfigError(f"{option}={text!r:.80} holds {error}; use fewer brackets and digits") from None
 
 
 def _require_room(out: Path, needed: int) -> None:

@@ -31,7 +31,7 @@ def resume_step(text: str) -> int:
         return AUTO if text else NEWEST
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigError(
-            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest complete checkpoint, --resume 4000 for that of "
+            f"--resume={_shortened(text)} is neither a step nor 'auto'; use --resume for the newest complete checkpoint, --resume 4000 for that of "
             "a step, or --resume auto to start where there is no run yet"
         )
     return int(text)

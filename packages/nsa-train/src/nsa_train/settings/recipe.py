@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -131,21 +132,21 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     try:
         table[names[-1]] = parse_value(text.strip())
     except ValueError as error:
-        raise ConfigError(f"--set {short(override)} holds {error}; use --set nsa.backends='{{cmp = \"sdpa\"}}' for a table") from None
+        raise ConfigError(f"--set {short(override)} holds {error}; use fewer brackets and digits") from None
 
 
 def parse_value(text: str) -> Any:
     """Return the TOML value in `text`, or `text` itself if it is not TOML.
 
     Raises:
-        ValueError: if it is a list or table that nests more than 8 deep.
+        ValueError: if it is an integer of more than 64 digits, or a list or table that holds one or nests more than 8 deep.
     """
     try:
         parsed = parse_toml(f"value = {text}".encode())
     except tomllib.TOMLDecodeError:
         return text
     except ValueError:
-        if text.startswith(("[", "{")):
+        if text.startswith(("[", "{")) or re.fullmatch(r"[+-]?[0-9]\w*", text):
             raise
         return text
     return parsed["value"] if len(parsed) == 1 else text
