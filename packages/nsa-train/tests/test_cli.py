@@ -92,15 +92,34 @@ def test_completion_is_installed(shell: str, script: str, tmp_path: Path, monkey
     assert all(word in text for word in words)
 
 
-def test_a_mistyped_key_is_reported_without_importing_torch() -> None:
+def without_torch(*words: str) -> tuple[int, str]:
+    """Return the exit code and stderr of a command line that must not import torch."""
     program = (
         "import sys, nsa_train.cli as cli\n"
-        "code = cli.run_command(['run', 'demo', '--set', 'train.stepz=3'])\n"
+        "code = cli.run_command(sys.argv[1:])\n"
         "sys.exit(f'torch was imported, {code}' if 'torch' in sys.modules else code)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr == "nsa-train: train.stepz is unknown (every key is read or refused); did you mean train.steps?\n"
+    result = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    return result.returncode, result.stderr
+
+
+def test_a_mistyped_key_is_reported_without_importing_torch() -> None:
+    code, told = without_torch("run", "demo", "--set", "train.stepz=3")
+    assert code == 2
+    assert told == "nsa-train: train.stepz is unknown (every key is read or refused); did you mean train.steps?\n"
+
+
+@pytest.mark.parametrize("steps", [[], [2, 4]])
+def test_a_resume_from_a_step_that_was_not_saved_is_refused_without_importing_torch(tmp_path: Path, steps: list[int]) -> None:
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "checkpoints").mkdir()
+    for step in steps:
+        (tmp_path / f"checkpoints/step-{step}").mkdir()
+    for words in ([], ["--dry-run"]):
+        code, told = without_torch("run", "demo", "--out", str(tmp_path), "--resume", "7", *words)
+        assert code == 2
+        there = ", ".join(map(str, steps)) or "none"
+        assert told.endswith(f"checkpoints has no step-7 (there are: {there}); use --resume for the latest\n")
 
 
 def test_print_config_round_trips(tiny_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

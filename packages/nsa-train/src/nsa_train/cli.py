@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
 from nsa_train.checkpoint.claim import claimed_by_another
-from nsa_train.checkpoint.layout import require_model
+from nsa_train.checkpoint.layout import folder_of_step, require_model
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.evaluation.options import EvalOptions, Mode, TaskName
 from nsa_train.evaluation.report import JSON_FILE
@@ -172,6 +172,9 @@ def _check_directory(run: RunDirectory, step: int | None, *, dry_run: bool) -> N
     """Raise ConfigError if `run` cannot be started or resumed in its directory, as far as that shows without torch."""
     if step not in (None, AUTO):
         reason = run.why_not_resumable()
+        # a rank that is started again takes the newest checkpoint; without checkpoints/, preflight knows more about the directory
+        if not reason and step != NEWEST and run.checkpoints.is_dir() and not is_under_torchrun():
+            folder_of_step(run.checkpoints, step)
     elif dry_run or is_under_torchrun():
         # a dry run reports this together with all other findings; in a launched run rank 0 may have written there already
         return

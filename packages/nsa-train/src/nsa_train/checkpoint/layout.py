@@ -38,6 +38,19 @@ def step_folders(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def folder_of_step(root: Path, step: int) -> Path:
+    """Return the directory in `root` of the checkpoint after step `step`, whole or not.
+
+    Raises:
+        ConfigError: if there is none; the message names those that exist.
+    """
+    folders = step_folders(root)
+    if step not in folders:
+        there = ", ".join(map(str, folders)) or "none"
+        raise ConfigError(f"--resume={step}: {root} has no {step_name(step)} (there are: {there}); use --resume for the latest")
+    return folders[step]
+
+
 def latest_folder(root: Path) -> Path | None:
     """Return the step directory in `root` that the link `latest` names, whether or not it exists; None without a link."""
     link = root / LATEST

@@ -6,10 +6,10 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from nsa_train.checkpoint.layout import CONFIG, LATEST, STATE, latest_folder, locate_folder, locate_root, step_folders, step_name
+from nsa_train.checkpoint.layout import CONFIG, LATEST, STATE, folder_of_step, latest_folder, locate_folder, locate_root, step_folders
 from nsa_train.checkpoint.manifest import OTHERS, verify_files
 from nsa_train.checkpoint.schema import state_problems
-from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.errors import CheckpointError
 from nsa_train.files import parse_json
 from nsa_train.settings.config import RunConfig, structure
 from nsa_train.settings.recipe import parse_toml
@@ -94,11 +94,7 @@ def valid_at(root: Path, step: int, *, judge: Judge = lambda checkpoint: None) -
         ConfigError: if there is none; the message names those that exist.
         CheckpointError: if it is damaged.
     """
-    folders = step_folders(root)
-    if step not in folders:
-        there = ", ".join(map(str, folders)) or "none"
-        raise ConfigError(f"--resume={step}: {root} has no {step_name(step)} (there are: {there}); use --resume for the latest")
-    judge(found := _opened(folders[step].resolve()))
+    judge(found := _opened(folder_of_step(root, step).resolve()))
     return found
 
 
