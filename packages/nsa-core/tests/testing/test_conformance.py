@@ -69,6 +69,33 @@ def test_one_wrong_choice_is_caught(case: str, monkeypatch: pytest.MonkeyPatch) 
         check_backend(WrongInOneRow())
 
 
+@pytest.mark.parametrize("case", ["holes", "packed l = l'", "cached", "ragged"])
+def test_a_choice_that_reads_the_first_block_of_the_future_is_caught(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = select._inside
+    monkeypatch.setattr(conformance, "cases", few_cases(case))
+    monkeypatch.setattr(select, "_inside", lambda start, stop, first, end: inside(start, stop, first, end + 1))
+    with pytest.raises(ConformanceError, match="rows choose other blocks"):
+        check_backend(SELECT)
+
+
+@frozen
+class NextBlock(WrongInOneRow):
+    """The reference, but one row has the block after its query's own instead of its lowest block."""
+
+    def __call__(self, *operands: Any, **options: Any) -> Tensor:
+        chosen: Tensor = SELECT(*operands, **options)
+        row = chosen.flatten(0, -2)[-1]
+        row[:] = torch.cat([row[1:], row[-1:] + 1])
+        return chosen
+
+
+def test_no_near_tie_hides_a_choice_after_the_querys_own_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("S=53"))
+    monkeypatch.setattr(conformance, "near_tie_margin", lambda maximum, dtype: torch.full_like(maximum, 0.1))
+    with pytest.raises(ConformanceError, match="1 of 212 rows choose a block after their query's own"):
+        check_backend(NextBlock())
+
+
 def test_a_run_in_which_most_choices_are_near_a_tie_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "cases", few_cases("S=53"))
     monkeypatch.setattr(conformance, "near_tie_margin", lambda maximum, dtype: torch.full_like(maximum, 0.1))

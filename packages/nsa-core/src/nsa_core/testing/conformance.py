@@ -68,8 +68,8 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     of complex numbers, and CHOOSE bit by bit with the reference's choice.
 
     Limits relative to the largest value: 1e-12 in float64, 1e-5 in float32; in bf16 and fp16 twice the error of torch's MATH attention
-    plus 2^-8. Chosen blocks must equal the oracle's, except at near ties. If `capability.lse_gradient` is False, the gradient of lse
-    counts as declined, and the rest of a case is compared.
+    plus 2^-8. Chosen blocks must equal the oracle's, except at near ties; also there none may follow the query's own. If
+    `capability.lse_gradient` is False, the gradient of lse counts as declined, and the rest of a case is compared.
 
     Raises:
         ConformanceError: if a case fails, the backend declines every case, or too many choices are near ties.
@@ -308,11 +308,15 @@ def _check_selection(backend: BranchBackend, problem: Problem, case: Case, regis
 
 
 def _wrong_choices(got: Tensor, expected: Tensor, near: Tensor) -> list[str]:
-    """Return the errors of the choice `got`, except at near ties."""
+    """Return the errors of the choice `got`. At near ties only a block after the query's own is one."""
     if got.dtype != torch.int32 or got.shape != expected.shape:
         return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"]
-    wrong = (got != expected.to(got.device)).any(-1) & ~near.to(got.device)
-    return [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
+    expected, near = expected.to(got.device), near.to(got.device)
+    wrong = (got != expected).any(-1) & ~near
+    # a query's own block is the last one that the oracle chose
+    future = (got > expected.amax(-1, keepdim=True)).any(-1)
+    found = {"rows choose other blocks": wrong, "rows choose a block after their query's own": future}
+    return [f"{int(rows.sum())} of {rows.numel()} {problem}" for problem, rows in found.items() if bool(rows.any())]
 
 
 _OPERATIONS: dict[Operation, Callable[..., Any]] = {
