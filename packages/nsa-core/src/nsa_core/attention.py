@@ -242,8 +242,8 @@ def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
     if len(absent) == len(BRANCHES):
         raise InputError("every branch is None (Eq. 5 sums at least one); give the k and v of one")
     for ending, x in keys.items():
-        if x is not None and x.only_chooses and ending[1:] not in absent:
-            raise InputError(f"k{ending}.only_chooses is True (only attend sets it, where cmp is absent); use absent=('cmp',)")
+        if x is not None and x.only_chooses:
+            raise InputError(f"k{ending}.only_chooses is True (attend sets it itself, where cmp is absent); leave it False")
     if keys["_cmp"] is None and "slc" not in absent:
         raise InputError("k_cmp is None with the selected branch (blocks are chosen by compressed scores, Eq. 8); give k_cmp")
     heads = {x.k.shape[2] for x in keys.values() if x is not None}

@@ -446,8 +446,8 @@ def test_a_layers_step_without_compressed_values_is_fused_with_its_own_gates_and
     assert not gates[..., 0].any()
 
     # gates of a caller are padded, which may be the last operation on the stream
-    layer_keys = fused.operands[1:4]
-    attend(queries, *layer_keys, gates, geometry=GEOMETRY, absent=("cmp",), registry=layer.registry)
+    cmp, slc, win = fused.operands[1:4]
+    attend(queries, cmp._replace(only_chooses=False), slc, win, gates, geometry=GEOMETRY, absent=("cmp",), registry=layer.registry)
     assert not fused.operands[0].follows_append
     assert fused.operands[4] is not gates
 

@@ -27,7 +27,7 @@ def score_factor(q: Tensor, scale: float) -> float:
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and scale that give the same scores, with a scale that is above 0 in float32.
+    """Return q and scale that give the same scores, with a scale that is above 0. One below float32's smallest normal number counts as 0.
 
     The forward kernels need it: they find the largest product of a row before they multiply by the scale, and hide products as -inf.
     """

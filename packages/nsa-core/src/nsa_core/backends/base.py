@@ -95,7 +95,7 @@ class Keys(NamedTuple):
     v_scale: Tensor | None = None
     only_chooses: bool = False
     """Operand cmp of NSA only. True: these keys choose blocks, and their attention is not part of the sum. v is then k, and their gates are 0, so a
-    backend may treat them like other keys. It may instead leave out their output, and every gradient but that of gates, which is 0."""
+    backend may treat them like other keys. It may instead leave out their output and all that it adds to gradients; that of their gates is 0."""
 
 
 def layout_of(queries: Queries, keys: Keys) -> Layout:

@@ -89,9 +89,9 @@ def scores_kernel(
     in_order = ((row // 16 % WARPS * 8 + row % 8) * HIGH + row // (16 * WARPS)) * 2 + row // 8 % 2
     stride = FIRST_STRIDE + in_order % PADDED_STRIDES
     in_tile = in_order // PADDED_STRIDES * STRIDES + stride
-    # the same thread holds two neighbouring heads of a group, and those 8, 16, ... further
-    # a free candidate of a query holds no key that begins before the query and ends after it, if enough local blocks lie between
+    # a free candidate of a query holds no key that ends after the query, if enough local blocks lie between
     SEES_ALL: tl.constexpr = SIZE - STRIDE - 1 <= (NUM_LOCAL - 1) * SELECTION_SIZE
+    # the same thread holds two neighbouring heads of a group, and those 8, 16, ... further
     LOW_HEADS: tl.constexpr = min(HEADS, 2)
     LANES: tl.constexpr = min(HEADS // LOW_HEADS, 4)
     HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)

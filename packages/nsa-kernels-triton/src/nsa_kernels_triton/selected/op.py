@@ -139,7 +139,7 @@ def forward(
     others: Others | None = None,
     keeps_out: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return out, lse, the exact out (or None) and, with `others`, the gated sum of the three branches (else an empty tensor).
+    """Return out, lse, the exact out (or None) and, with `others`, the gated sum of the branches (else an empty tensor).
 
     With `others` the choice must follow Eq. 11: every query has chosen its initial and local blocks, and a query with at most n blocks has
     chosen all of them. If only the sum is needed, `keeps_out=False` saves the memory of out and exact out, which may then be empty or
