@@ -273,14 +273,16 @@ def test_quoted_dots_and_brackets_do_not_count():
     assert toml_tables(text) == tomllib.loads(text)
 
 
-@pytest.mark.parametrize("text", ["9" * 64, "-" + "9" * 64, "0." + "9" * 99, "9" * 99 + ".5", "9" * 99 + "e-9", "[0x" + "f" * 64 + "]"])
-def test_numbers_of_64_digits_and_floats_are_read(text):
+@pytest.mark.parametrize(
+    "text", ["9" * 4000, "-" + "9" * 4000, "0." + "9" * 4500, "9" * 4500 + ".5", "9" * 4500 + "e-9", "[0x" + "f" * 64 + "]"]
+)
+def test_integers_of_4000_digits_and_floats_are_read(text):
     assert toml_tables(f"x = {text}") == tomllib.loads(f"x = {text}")
 
 
-@pytest.mark.parametrize("text", ["9" * 65, "-" + "9" * 5000, "[1, +" + "9" * 60_000 + ", 2]", "{a = " + "9_" * 64 + "9}", "0o" + "7" * 65])
+@pytest.mark.parametrize("text", ["9" * 4001, "-" + "9" * 5000, "[1, +" + "9" * 60_000 + ", 2]", "{a = " + "9_" * 4000 + "9}"])
 def test_integers_of_more_digits_are_refused_with_their_line(text):
-    with pytest.raises(ValueError, match="^a number of more than 64 digits at line 2$"):
+    with pytest.raises(ValueError, match="^an integer of more than 4,000 digits at line 2$"):
         toml_tables(f"y = 1\nx = {text}\n")
 
 

@@ -28,8 +28,9 @@ _STRINGS_AND_COMMENTS = re.compile(
 )
 """Matches strings and comments of TOML. An unclosed string ends with the text; tomllib then refuses it."""
 _LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
-_LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}|(?<![\w.])[0-9][0-9_]{64,}(?![\w.])")
-"""Matches integers of more than 64 digits. Python refuses some of them, with advice that is not about TOML."""
+_LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
+_LONG_INTEGER = re.compile(r"(?<![\w.])[0-9][0-9_]{4000,}(?![\w.])")
+"""Matches integers of more than 4,000 digits: Python refuses those of more than 4,300, with advice that is not about TOML."""
 
 
 def config_to_dict(config: NSAConfig) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def toml_tables(text: str) -> dict[str, Any]:
     """Return the tables of a TOML document, in time proportional to its length. Keys and values may be nested at most 8 deep.
 
     Raises:
-        ValueError: if the text is nested deeper, has an integer of more than 64 digits, or is not TOML.
+        ValueError: if the text is nested deeper, has an integer of too many digits (4,000; hexadecimal, octal, binary: 64), or is not TOML.
     """
     _refuse_nesting(text)
     return tomllib.loads(text)
@@ -89,6 +90,8 @@ def _refuse_nesting(text: str) -> None:
         raise ValueError(f"a key of more than {MOST_NESTED} parts at line {_line_of(found, bare)}")
     if found := _LONG_NUMBER.search(bare):
         raise ValueError(f"a number of more than 64 digits at line {_line_of(found, bare)}")
+    if found := _LONG_INTEGER.search(bare):
+        raise ValueError(f"an integer of more than 4,000 digits at line {_line_of(found, bare)}")
     depth = 0
     for found in re.finditer(r"[\[\]{}]", bare):
         depth = depth + 1 if found[0] in "[{" else max(0, depth - 1)

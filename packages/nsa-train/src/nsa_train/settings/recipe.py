@@ -139,7 +139,7 @@ def parse_value(text: str) -> Any:
     """Return the TOML value in `text`, or `text` itself if it is not TOML.
 
     Raises:
-        ValueError: if it is an integer of more than 64 digits, or a list or table that holds one or nests more than 8 deep.
+        ValueError: if it is an integer of too many digits, or a list or table that holds one or nests more than 8 deep.
     """
     try:
         parsed = parse_toml(f"value = {text}".encode())
