@@ -106,4 +106,4 @@ def _differentiate(
 
 
 nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=SavedBranches.like)
-"""Gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""
+"""Gated sum of the branches `(B, S, H, D_v)` (Eq. 5), and the choice."""
