@@ -193,6 +193,19 @@ def test_values_and_gradients_whose_products_may_overflow_set_the_flag(
     assert interval.row_deltas(out, lse, torch.ones_like(out), None, inputs.v_win)[2].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["three branches", "two"])
+def test_a_huge_value_sets_the_flag_of_its_branch_alone(first: int) -> None:
+    x = make_inputs(Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=16), torch.bfloat16, DEVICE)
+    dout = torch.ones_like(x.q)
+    lse = torch.zeros(dout.shape[:3], device=DEVICE)
+    outs, lses = ((None,) * first + (each,) * (3 - first) for each in (dout, lse))
+    for branch in range(first, 3):
+        values = [None, *(v.clone() for v in (x.v_slc, x.v_win))] if first else [v.clone() for v in (x.v_cmp, x.v_slc, x.v_win)]
+        values[branch][0, -1, 0, -1] = 2.0**63
+        *_, extremes, _dgates = interval.branch_deltas(dout, outs, lses, x.gates, tuple(values))
+        assert extremes[:, 0].tolist() == [int(index == branch) for index in range(3)]
+
+
 def assert_rows_without_a_gradient_give_none(
     inputs: Inputs, positions: tuple[int, ...], size: float, geometry: BlockGeometry, silent_from: int
 ) -> None:
