@@ -132,3 +132,10 @@ def test_a_plan_of_ours_can_be_run(name: str) -> None:
 def test_an_unknown_plan_is_refused() -> None:
     with pytest.raises(OptionError, match="PLAN='tinny' is neither a shipped plan nor a file; use one of tiny"):
         load_plan("tinny")
+
+
+def test_a_plan_that_is_no_toml_is_named_once(plan_file: Path) -> None:
+    plan_file.write_text("[[")
+    with pytest.raises(OptionError) as refused:
+        planned(plan_file)
+    assert str(refused.value).startswith(f"{plan_file} cannot be read as TOML (")

@@ -200,6 +200,10 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
     out = root or Path("needles") / path.stem
     try:
         content = read_toml(path)
+    except ConfigError as error:
+        # the error names the path
+        raise OptionError(str(error)) from None
+    try:
         for override in overrides:
             if override.partition(".")[0].strip() == "grid":
                 apply_override(content, override)
