@@ -7,7 +7,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
-from nsa_train.settings.recipe import apply_override, find_recipe, load_config, parse_value, shipped_recipes
+from nsa_train.settings.recipe import apply_override, find_recipe, load_config, parse_value, settled, shipped_recipes
 
 
 def test_shipped_recipes_are_valid(tiny_text: Path) -> None:
@@ -119,6 +119,37 @@ def test_an_override_that_keeps_a_parser_busy_is_one_line(
     assert words in told
     assert told.count("\n") == 1
     assert len(told) < 500
+
+
+TEXT = f"'{'a' * 60_000}'"
+SHORT = f"'{'a' * 37}...{'a' * 38}'"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (f"train.steps={TEXT}", f"train.steps={SHORT} is not an integer from 1 to 1,000,000,000; use 5"),
+        (f"model.layers=[{TEXT}]", f"model.layers[0]={SHORT} is neither 'nsa', 'dense' nor a table; use 'nsa'"),
+        (f"model.layers=[{{attention={TEXT}}}]", f"model.layers[0].attention={SHORT} is neither 'nsa' nor 'dense'; use 'nsa'"),
+        (f"nsa.kv={TEXT}", f"nsa.kv={SHORT} is unknown (the rule: one of 'separate', 'shared'); use 'separate'"),
+        (f"nsa.window_size={TEXT}", f"nsa.window_size={SHORT} is a str (the rule: an integer >= 1); use 8"),
+        (f"nsa.backends={{{TEXT}='sdpa'}}", f"nsa.backends names the operation {SHORT} (the rule: one of "),
+        (f"nsa.rope_scaling={{kind={TEXT}, factor=2}}", f"nsa.rope_scaling.kind={SHORT} is unknown (the rule: one of "),
+        (f"nsa.rope_scaling={TEXT}", f"nsa.rope_scaling={SHORT} is not a table"),
+        (f"data.subset={TEXT}", f"data.subset={SHORT} would be ignored"),
+        (f"train.selection_teacher={TEXT}", f"train.selection_teacher={SHORT} teaches nothing"),
+        (f"train.{'a' * 60_000}=1", f"train.{SHORT} is unknown"),
+        (f"steps={TEXT}", "is not of the form table.key=value; did you mean --set train.steps=VALUE?"),
+    ],
+    ids=range(12),
+)
+def test_a_long_value_is_shown_in_short(tiny_recipe: Path, override: str, line: str) -> None:
+    said: list[str] = []
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(tiny_recipe), settled([override] * 2, say=said.append))
+    assert line in str(refused.value)
+    assert len(str(refused.value)) < 550
+    assert len(said[0]) < 250
 
 
 @pytest.mark.parametrize("words", [["preflight"], ["run"], ["run", "--dry-run"], ["run", "--out", "x"], ["loader-check"]], ids=" ".join)

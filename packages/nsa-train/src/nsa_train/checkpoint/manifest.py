@@ -15,7 +15,8 @@ from nsa_train.checkpoint.layout import CONFIG, FILES, MANIFEST, STATE
 from nsa_train.checkpoint.schema import SCHEMA_VERSION, manifest_problems
 from nsa_train.errors import CheckpointError
 from nsa_train.files import MOST_MANIFEST, MOST_RECIPE, MOST_STATE, IrregularFileError, open_regular, parse_json, read_regular
-from nsa_train.settings.structuring import listed_problems, short
+from nsa_train.settings.rules import short
+from nsa_train.settings.structuring import listed_problems
 
 MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
 """Maximum size in bytes of the files that are read into memory; a run writes no larger file."""

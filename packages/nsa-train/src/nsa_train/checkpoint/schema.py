@@ -9,8 +9,8 @@ from attrs import frozen
 from nsa_train.checkpoint.layout import FILES
 from nsa_train.data.position import position_problems
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number
-from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, ruled, short, text_like
+from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number, short
+from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, ruled, text_like
 
 SCHEMA_VERSION = 3
 """Version of all files together. Version 1 had only weights and moments; 2 had no count of the steps with watched gradients."""

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.errors import CheckpointError
 from nsa_train.parallel.world import here, is_sharded
-from nsa_train.settings.structuring import SHOWN, listed_problems, short
+from nsa_train.settings.rules import SHOWN, short
+from nsa_train.settings.structuring import listed_problems
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of a parameter's name that torch.compile and checkpoint wrappers add."""

@@ -7,8 +7,8 @@ from typing import Any
 from attrs import frozen
 
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import MOST_ACCUMULATED, MOST_STEPS, integer
-from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, short, text_like
+from nsa_train.settings.rules import MOST_ACCUMULATED, MOST_STEPS, integer, short
+from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, text_like
 
 VERSION = 1
 NUM_FIRST_TOKENS = 32

@@ -29,6 +29,8 @@ from nsa_train.settings.rules import (
     number,
     one_of,
     optional_text,
+    short,
+    shown,
     undivided_rows,
 )
 from nsa_train.settings.structuring import uncasting_converter
@@ -122,7 +124,7 @@ def _broken_layer(key: str, layer: Any) -> list[str]:
         return []
     if not isinstance(layer, Mapping):
         near = difflib.get_close_matches(str(layer).lower(), ATTENTIONS, n=1)
-        return [f"{key}={layer!r} is neither 'nsa', 'dense' nor a table; use {near[0] if near else 'nsa'!r}"]
+        return [f"{key}={short(layer)} is neither 'nsa', 'dense' nor a table; use {near[0] if near else 'nsa'!r}"]
     known, found = ("attention", *LAYER_KEYS), []
     for name in layer:
         if name in known:
@@ -132,12 +134,12 @@ def _broken_layer(key: str, layer: Any) -> list[str]:
         else:
             near = difflib.get_close_matches(name, known, n=1)
             found.append(
-                f"{key}.{name} is unknown (a layer has {listed(known)}); " + (f"did you mean {near[0]}?" if near else "leave it out")
+                f"{key}.{shown(name)} is unknown (a layer has {listed(known)}); " + (f"did you mean {near[0]}?" if near else "leave it out")
             )
     attention = attention_of(layer)
     if attention not in ATTENTIONS:
         near = difflib.get_close_matches(str(attention).lower(), ATTENTIONS, n=1)
-        found.append(f"{key}.attention={attention!r} is neither 'nsa' nor 'dense'; use {near[0] if near else 'nsa'!r}")
+        found.append(f"{key}.attention={short(attention)} is neither 'nsa' nor 'dense'; use {near[0] if near else 'nsa'!r}")
     elif attention == "dense" and not found and len(layer) > 1:
         found.append(f"{key} is dense and would ignore {listed(name for name in layer if name != 'attention')}; use 'dense'")
     return found
@@ -169,8 +171,10 @@ def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
     """Return the problems of the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
     keys = [item.name for item in fields(RopeScaling)]
     names = list(scaling_fields(table))
-    unknown = [f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(keys)}); {SCALING_ADVICE}" for name in names if name not in keys]
-    missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {SCALING_ADVICE}" for name in ("kind", "factor") if name not in names]
+    unknown = [
+        f"nsa.rope_scaling.{shown(name)} is unknown (a scaling has {listed(keys)}); {SCALING_ADVICE}" for name in names if name not in keys
+    ]
+    missing = [f"nsa.rope_scaling={short(dict(table))} has no {name}; {SCALING_ADVICE}" for name in ("kind", "factor") if name not in names]
     return unknown or missing
 
 
@@ -217,9 +221,9 @@ class NSATable(Table):
         if self.rope_scaling is None:
             return []
         if not isinstance(self.rope_scaling, Mapping):
-            return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {SCALING_ADVICE}, or leave it away"]
+            return [f"nsa.rope_scaling={short(self.rope_scaling)} is not a table; {SCALING_ADVICE}, or leave it away"]
         numbers = {name: value for name, value in self.rope_scaling.items() if isinstance(value, int | float)}
-        large = [f"{name}={value!r} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
+        large = [f"{name}={short(value)} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
         small = [f"{name}={value!r} is less than {LEAST_SCALED:g}" for name, value in numbers.items() if 0 < value < LEAST_SCALED]
         return [f"nsa.rope_scaling.{what} (no position is scaled by that much); {SCALING_ADVICE}" for what in (*large, *small)]
 
@@ -295,7 +299,7 @@ class TrainTable(Table):
         found = []
         if self.selection_teacher and not self.selection_loss:
             found.append(
-                f"train.selection_teacher={self.selection_teacher!r} teaches nothing with train.selection_loss=0 (its weight); "
+                f"train.selection_teacher={short(self.selection_teacher)} teaches nothing with train.selection_loss=0 (its weight); "
                 "use --set train.selection_loss=0.1"
             )
         if self.warmup_steps >= self.steps:
@@ -399,7 +403,7 @@ class RunConfig:
                 **values,
             )
         except (CoreConfigError, TypeError) as error:
-            raise ConfigError(_in_toml(str(error))) from None
+            raise ConfigError(_in_toml(_shortened(str(error), values | sizes))) from None
 
 
 def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
@@ -407,6 +411,14 @@ def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
     key, own = f"model.layers[{index}]", layer if isinstance(layer, Mapping) else {}
     lines = (line.removeprefix("nsa.") for line in str(error).splitlines())
     return ConfigError.of([f"{key}.{line}" if line.partition("=")[0] in own else f"{key}: nsa.{line}" for line in lines])
+
+
+def _shortened(message: str, values: object) -> str:
+    """Return the message of nsa-core with each long one of `values`, and of the keys and values inside, as `short` shows it."""
+    inside = [*values, *values.values()] if isinstance(values, Mapping) else []
+    for value in inside:
+        message = _shortened(message.replace(repr(value), short(value)), value)
+    return message
 
 
 def _in_toml(message: str) -> str:
@@ -426,7 +438,7 @@ def structure(tables: Mapping[str, Any]) -> RunConfig:
         ConfigError: one line for every unknown key, missing key and value that breaks a rule.
     """
     problems = [
-        f"{name}={value!r} is not a table of keys; use a section [{name}]"
+        f"{name}={short(value)} is not a table of keys; use a section [{name}]"
         for name, value in tables.items()
         if name in TABLES and not isinstance(value, Mapping)
     ]
@@ -467,7 +479,7 @@ def _unknown_key(name: str, owner: type) -> str:
     here = [f"<prefix>{match}" for match in difflib.get_close_matches(name, known, n=1)]
     near = [key for key in keys_like(name) if key.endswith(f".{name}")] or here or keys_like(name)
     advice = f"did you mean {near[0]}?" if near else f"use one of {listed(known)}"
-    return f"<prefix>{name} is unknown (every key is read or refused); {advice}"
+    return f"<prefix>{shown(name)} is unknown (every key is read or refused); {advice}"
 
 
 def keys_like(name: str) -> list[str]:
@@ -493,7 +505,7 @@ def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tu
         return rule.refusal(key, value), rule.refusal(key, value, instead=own)
     # nsa-core checks the table `nsa`, and reports the broken rule of a key
     is_core = table == "nsa"
-    said = next((line for line in problems if is_core and line.startswith(f"{key}={value!r} ") and "(the rule: " in line), "")
+    said = next((line for line in problems if is_core and line.startswith(f"{key}={short(value)} ") and "(the rule: " in line), "")
     return said, f"{said.rpartition('; use ')[0]}; use {own!r}" if said and isinstance(own, str | int | float) else said
 
 

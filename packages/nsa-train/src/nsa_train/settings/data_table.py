@@ -6,7 +6,19 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
-from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, MOST_STEPS, Table, flag, integer, number, one_of, optional_text
+from nsa_train.settings.rules import (
+    LEAST_SECONDS,
+    MOST_SECONDS,
+    MOST_SEED,
+    MOST_STEPS,
+    Table,
+    flag,
+    integer,
+    number,
+    one_of,
+    optional_text,
+    short,
+)
 
 IDS = ("needle", "synthetic")
 """Sources that draw ids and read nothing."""
@@ -123,11 +135,11 @@ class DataTable(Table):
         if self.path is None or self.path == "":
             return []
         advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.path= or --set data.source=text"
-        return [f"data.path={self.path!r} would be ignored (data.source={self.source!r} reads no path); use {advice}"]
+        return [f"data.path={short(self.path)} would be ignored (data.source={self.source!r} reads no path); use {advice}"]
 
     def _no_file(self) -> str:
         return (
-            f"data.path={self.path!r} does not name a file (data.source={self.source!r} reads local files); "
+            f"data.path={short(self.path)} does not name a file (data.source={self.source!r} reads local files); "
             "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
         )
 
@@ -139,23 +151,23 @@ class DataTable(Table):
         )
         if not is_sound or (self.source == "mix" and not weights):
             return [
-                f"data.mix={self.mix!r} is not a table of file or glob -> weight from 1 to 1000 (data.source='mix' reads them); "
+                f"data.mix={short(self.mix)} is not a table of file or glob -> weight from 1 to 1000 (data.source='mix' reads them); "
                 'use --set data.mix=\'{"web/*.jsonl" = 3, "books/*.txt" = 1}\''
             ]
         if weights and self.source != "mix":
-            return [f"data.mix={self.mix!r} would be ignored (data.source={self.source!r} reads none); use --set data.source=mix"]
+            return [f"data.mix={short(self.mix)} would be ignored (data.source={self.source!r} reads none); use --set data.source=mix"]
         return []
 
     def _ignored(self) -> list[str]:
         found = []
         if self.subset is not None and (self.source != "fineweb_edu" or self.path is not None):
             found.append(
-                f"data.subset={self.subset!r} would be ignored (a configuration on the hub, which is not read here); "
+                f"data.subset={short(self.subset)} would be ignored (a configuration on the hub, which is not read here); "
                 "use --set data.source=fineweb_edu without data.path, or leave data.subset away"
             )
         if self.tokenizer_path is not None and self.tokenizer == "byte":
             found.append(
-                f"data.tokenizer_path={self.tokenizer_path!r} would be ignored (data.tokenizer={self.tokenizer!r} reads no file); "
+                f"data.tokenizer_path={short(self.tokenizer_path)} would be ignored (data.tokenizer={self.tokenizer!r} reads no file); "
                 "use --set data.tokenizer=gpt2"
             )
         if not self.packing and self.source in ("fineweb_edu", "mix", *IDS):

@@ -16,8 +16,7 @@ import tomli_w
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECIPE, as_text, read_regular
 from nsa_train.settings.config import RunConfig, keys_like, listed, refusal, structure, unstructure
-from nsa_train.settings.rules import is_utf_8
-from nsa_train.settings.structuring import short
+from nsa_train.settings.rules import SHOWN, is_utf_8, short, shown
 
 MOST_PARTS = 8
 """Maximum parts in the key of a --set; the longest key of a recipe has three."""
@@ -104,7 +103,7 @@ def settled(overrides: Sequence[str], *, say: Callable[[str], None], option: str
         last[_key_of(override)] = override
     for key, count in counts.items():
         if count > 1:
-            say(f"{option} {key} is given {count} times; the last one counts: {last[key].strip()}")
+            say(f"{option} {shown(key)} is given {count} times; the last one counts: {shown(last[key].strip())}")
     return list(last.values())
 
 
@@ -122,7 +121,8 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     names = [name.strip() for name in key.split(".")]
     if not equals or not 2 <= len(names) <= MOST_PARTS or not all(names):
         near = keys_like(names[-1]) if len(names) <= MOST_PARTS else []
-        advice = f"did you mean --set {near[0]}={text.strip() or 'VALUE'}?" if near else "use --set train.steps=100"
+        value = text.strip() if 0 < len(text.strip()) <= SHOWN else "VALUE"
+        advice = f"did you mean --set {near[0]}={value}?" if near else "use --set train.steps=100"
         raise ConfigError(f"--set {short(override)} is not of the form table.key=value; {advice}")
     table = tables
     for name in names[:-1]:

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -10,6 +11,11 @@ from attrs import field, frozen
 
 from nsa_core.config import nearest_multiples
 from nsa_train.errors import ConfigError
+
+SHOWN = 80
+"""Maximum characters of a value, or of an unknown key, in a message."""
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
 @frozen
@@ -31,7 +37,18 @@ class Rule:
         is_usable = isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
         near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
         suggested = repr(near[0]) if near else repr(instead) if is_usable else self.example
-        return f"{key}={value!r} is not {self.text}; use {suggested}"
+        return f"{key}={short(value)} is not {self.text}; use {suggested}"
+
+
+def short(value: object) -> str:
+    """Return `value` for a message: the beginning of a long value, the outer levels of a nested one."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def shown(text: str) -> str:
+    """Return `text` for a message, without quotes; a long one as `short` does."""
+    return text if len(text) <= SHOWN else short(text)
 
 
 MOST_STEPS = 10**9

@@ -1,7 +1,6 @@
 """Compare tables that were read as JSON with the attrs classes that describe them, and list every problem with its path."""
 
 import re
-import reprlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, cast
@@ -10,16 +9,12 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from nsa_train.settings.rules import Rule, integer, is_number
+from nsa_train.settings.rules import Rule, integer, is_number, short
 
-SHOWN = 80
-"""Maximum characters of a value, or of an unknown key, in a message."""
 LISTED = 5
 """Maximum problems in a message; the others are counted."""
 MOST_LEVELS = 8
 """Maximum nesting of tables and lists where a file may hold any values."""
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
 class _RefusedError(ValueError):
@@ -39,12 +34,6 @@ def listed_problems(problems: list[str], *, most: int = LISTED) -> str:
     """Return `problems` for a message of one line: the first ones, at most `most`, and how many more there are."""
     more = len(problems) - most
     return "; ".join(problems[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
-def short(value: object) -> str:
-    """Return `value` for a message: the beginning of a long value, the outer levels of a nested one."""
-    text = _BRIEF.repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def count(most: int) -> Any:
