@@ -29,6 +29,29 @@ def test_what_runs_no_model_loads_no_compiler(tmp_path: Path) -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+SAMPLE = """
+import sys, time
+from nsa_train.cli import run_command
+from nsa_train.model.stream import TextStream
+ids, clock, known = TextStream._ids, time.perf_counter, []
+def read():
+    known.append(set(sys.modules))
+    return clock()
+def watched(self):
+    time.perf_counter = read
+    yield from ids(self)
+TextStream._ids = watched
+assert run_command(["sample", sys.argv[1], "--prompt", "x", "--tokens", "2"]) == 0
+print(sorted(name for name in known[1] - known[0] if name.startswith("torch")))
+"""
+
+
+def test_the_time_of_the_first_prompt_holds_no_imports_of_torch(tiny_run: RunDirectory) -> None:
+    found = subprocess.run([sys.executable, "-c", SAMPLE, str(tiny_run.root)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
 ONE_AFTER_ANOTHER = """
 import contextlib, io, json, sys
 from nsa_train.cli import run_command

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,8 @@ class TextStream:
 
     @torch.no_grad()
     def _ids(self) -> Iterator[int]:
+        # the first call of a custom op imports it; that takes seconds, and is not the time of a prompt
+        import_module("torch._dynamo")
         sampling, started = self._sampling, time.perf_counter()
         generator = torch.Generator().manual_seed(sampling.seed)
         steps = CachedSteps(self._model, len(self._prompt) + sampling.num_tokens)
