@@ -439,6 +439,16 @@ def test_a_config_that_is_no_object_is_refused(saved, text):
         NSAForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("text", ['{"pad_token_id": [1]}', "[]", "{"])
+def test_settings_of_generation_that_cannot_be_are_refused_by_name(saved, text):
+    path = saved[1] / "generation_config.json"
+    path.write_text(text)
+    for kind in (NSAForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(ConfigError, match=r"/generation_config.json (has pad_token_id=\[1\] \(the rule: |cannot be read).*; use the "):
+            kind.from_pretrained(saved[1])
+    assert NSAModel.from_pretrained(saved[1])
+
+
 def test_a_tensor_in_two_shards_is_refused(saved):
     model, folder = saved
     shards = folder.parent / "shards"

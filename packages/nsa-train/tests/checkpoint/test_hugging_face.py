@@ -353,6 +353,13 @@ def test_settings_of_generation_that_are_no_table_are_refused_by_name(exported: 
         open_model(path.parent)
 
 
+def test_settings_of_generation_with_a_list_of_pads_are_refused_by_name(exported: Callable[..., Path]) -> None:
+    path = exported() / "generation_config.json"
+    path.write_text('{"pad_token_id": [1]}')
+    with pytest.raises(ConfigError, match=rf"cannot be loaded .{re.escape(str(path))} has pad_token_id=\[1\] \(the rule: an integer"):
+        open_model(path.parent)
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_quantized_weights_whose_reader_is_not_installed_are_refused_in_one_line(exported: Callable[..., Path]) -> None:
     folder = exported()

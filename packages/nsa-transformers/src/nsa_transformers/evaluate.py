@@ -17,8 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from nsa_core.errors import ConfigError, NSAError
-from nsa_transformers.conversion.sources import generation_settings
 from nsa_transformers.tokenizer import asks_for_code, tokenizer_of
+from nsa_transformers.weights import generation_settings
 
 SPLIT = "test"
 """Name of the split if the `data` of a task is a list."""

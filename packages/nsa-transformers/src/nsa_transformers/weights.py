@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.decoder import weightless
-from nsa_core.errors import InputError
+from nsa_core.errors import ConfigError, InputError
 from nsa_transformers.checksums import KEY, require_undamaged, seal_copy
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
@@ -22,6 +22,9 @@ SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safet
 """Matches the names of weight files that `save_pretrained` writes, but not those of an adapter."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
+GENERATION = "generation_config.json"
+MOST_JSON = 16 * 2**20
+"""Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
 
 
 class Stored:
@@ -35,6 +38,7 @@ class Stored:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
 
         Raises:
+            ConfigError: for a generation_config.json that `generation_settings` refuses.
             InputError: for pickled weights; damaged files, or data that differ from the checksum in their file; another architecture; tensors
                 that are missing, extra or of another shape; integers in a folder without quantization.
         """
@@ -49,6 +53,8 @@ class Stored:
             require_config(inner, cls.config_class.model_type, is_needed=kwargs.get("config") is None)
             require_own_names(inner, f"{cls.base_model_prefix}.", variant=kwargs.get("variant"))
             cls._require_sizes(inner, kwargs)
+            if cls.can_generate():  # type: ignore[attr-defined]
+                generation_settings(inner)
             require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
         parent: Any = super()
         try:
@@ -227,6 +233,36 @@ def require_config(folder: Path, model_type: str, *, is_needed: bool = True) -> 
         raise InputError(f"{path} has model_type={kind!r} (the rule: {model_type!r}); use AutoModelForCausalLM for other models")
     if (named := content.get("architectures")) is not None:
         require_names(named, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ConfigError: if the file cannot be read, or holds no object.
+    """
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_JSON))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r:.120}); use the files of one checkpoint") from None
+    return found
+
+
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of the generation_config.json in `folder`; empty if there is none.
+
+    Raises:
+        ConfigError: if it cannot be read, holds no object, or has an id of the pad that is no integer.
+    """
+    path = folder / GENERATION
+    found = read_json(path) if path.is_file() else {}
+    pad = found.get("pad_token_id")
+    if pad is not None and type(pad) is not int:
+        raise ConfigError(f"{path} has pad_token_id={pad!r:.80} (the rule: an integer, or null); use the id of its tokenizer")
+    return found
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:

@@ -76,6 +76,13 @@ def test_settings_of_generation_whose_id_of_an_end_is_none_are_refused(dense, va
     assert f"/generation_config.json has eos_token_id={value!r} (the rule: an id of the vocabulary, 0 .. 60, " in refusal(folder)
 
 
+@pytest.mark.parametrize("value", [[1], "1", True])
+def test_settings_of_generation_whose_pad_is_no_integer_are_refused(dense, value):
+    folder = dense().folder
+    edit_config(folder, "generation_config.json", pad_token_id=value)
+    assert f"/generation_config.json has pad_token_id={value!r} (the rule: an integer, or null); use the id of its" in refusal(folder)
+
+
 def test_a_list_with_an_id_outside_the_vocabulary_is_refused(dense):
     folder = dense().folder
     edit_config(folder, eos_token_id=[1, 61])

@@ -80,8 +80,8 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     from huggingface_hub.errors import StrictDataclassError
 
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
-    from nsa_transformers.conversion.sources import generation_settings
     from nsa_transformers.tokenizer import tokenizer_of
+    from nsa_transformers.weights import generation_settings
 
     try:
         # Transformers would ignore a damaged file, and fail on a list without its name
@@ -101,7 +101,8 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
 
 def _require_kind(folder: Path) -> None:
     """Raise ConfigError if the config.json of `folder` has another model_type than nsa-transformers. Loading reports one that cannot be read."""
-    from nsa_transformers.conversion.sources import ARCHITECTURES, read_json
+    from nsa_transformers.conversion.sources import ARCHITECTURES
+    from nsa_transformers.weights import read_json
 
     try:
         kind = read_json(folder / HF_CONFIG).get("model_type")

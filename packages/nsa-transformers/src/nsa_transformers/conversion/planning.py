@@ -17,9 +17,10 @@ from nsa_core.errors import ConfigError, InputError
 from nsa_core.gating import GateMLP
 from nsa_transformers.configuration import NSAModelConfig
 from nsa_transformers.conversion.options import ConversionOptions, Gates, gate_logits
-from nsa_transformers.conversion.sources import GENERATION, Source, generation_settings, open_source
+from nsa_transformers.conversion.sources import Source, open_source
 from nsa_transformers.conversion.tensor_files import DTYPES, Planned, Stored
 from nsa_transformers.conversion.translation import converted_config
+from nsa_transformers.weights import GENERATION, generation_settings
 
 OF_MODEL = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from nsa_core.errors import ConfigError
 from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
-from nsa_transformers.weights import require_safetensors, weight_files
-
-GENERATION = "generation_config.json"
-MOST_JSON = 16 * 2**20
-"""Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
+from nsa_transformers.weights import read_json, require_safetensors, weight_files
 
 
 class Architecture(NamedTuple):
@@ -106,32 +101,6 @@ def open_source(folder: Path) -> Source:
     config = _config_of(content, architecture, folder)
     require_safetensors(folder)
     return Source(folder, architecture, config, stored_tensors(weight_files(folder)))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        ConfigError: if the file cannot be read, or holds no object.
-    """
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_JSON))
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({error!r:.120}); use the files of one checkpoint") from None
-    return found
-
-
-def generation_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of the generation_config.json in `folder`; empty if there is none.
-
-    Raises:
-        ConfigError: if it cannot be read, or holds no object.
-    """
-    path = folder / GENERATION
-    return read_json(path) if path.is_file() else {}
 
 
 def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
-from nsa_transformers.conversion.sources import GENERATION
 from nsa_transformers.conversion.tensor_files import write_shards
 from nsa_transformers.conversion.verifying import Difference, compare
+from nsa_transformers.weights import GENERATION
 
 TOKENIZER_FILES = (
     "tokenizer.json",
