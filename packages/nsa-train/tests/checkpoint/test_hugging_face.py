@@ -1,6 +1,7 @@
 """`ckpt export --format hf` and `ckpt import`: the same logits in Transformers, and a run that goes on."""
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -358,6 +359,19 @@ def test_settings_of_generation_with_a_list_of_pads_are_refused_by_name(exported
     path.write_text('{"pad_token_id": [1]}')
     with pytest.raises(ConfigError, match=rf"cannot be loaded .{re.escape(str(path))} has pad_token_id=\[1\] \(the rule: an integer"):
         open_model(path.parent)
+
+
+def test_a_folder_is_opened_without_a_bar_or_a_warning(exported: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, said = exported(), list[object]()
+    _config(folder, bos_token_id=4321)
+    handler = logging.StreamHandler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    transformers.utils.logging.add_handler(handler)
+    capsys.readouterr()
+    open_model(folder)
+    transformers.utils.logging.remove_handler(handler)
+    assert (said, capsys.readouterr().err) == ([], "")
+    assert transformers.utils.logging.is_progress_bar_enabled()
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from nsa_core.decoder import weightless
 from nsa_core.errors import ConfigError, InputError
@@ -116,6 +117,20 @@ class Stored:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: every saved configuration names its classes, in a module of three lines."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let Transformers draw no progress bars, and print no warnings: those about a file come before its refusal here, which is one line."""
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def modified(folder: Path) -> dict[str, float]:

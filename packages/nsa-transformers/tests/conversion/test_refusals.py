@@ -1,11 +1,13 @@
 """Bad input: each kind has its own error, and nothing is written."""
 
 import json
+import logging
 import re
 
 import pytest
 import safetensors.torch
 import torch
+from transformers.utils import logging as transformers_logging
 
 from nsa_core.errors import ConfigError, InputError
 from nsa_transformers import NSAForCausalLM
@@ -81,6 +83,18 @@ def test_settings_of_generation_whose_pad_is_no_integer_are_refused(dense, value
     folder = dense().folder
     edit_config(folder, "generation_config.json", pad_token_id=value)
     assert f"/generation_config.json has pad_token_id={value!r} (the rule: an integer, or null); use the id of its" in refusal(folder)
+
+
+def test_a_refused_id_gets_no_warning_of_transformers(dense):
+    folder, said = dense().folder, []
+    edit_config(folder, eos_token_id=4321)
+    handler, level = logging.StreamHandler(), transformers_logging.get_verbosity()
+    handler.emit = said.append
+    transformers_logging.add_handler(handler)
+    assert "/config.json has eos_token_id=4321" in refusal(folder)
+    transformers_logging.remove_handler(handler)
+    assert said == []
+    assert transformers_logging.get_verbosity() == level
 
 
 def test_a_list_with_an_id_outside_the_vocabulary_is_refused(dense):

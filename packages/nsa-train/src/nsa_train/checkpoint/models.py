@@ -81,17 +81,18 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
 
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
     from nsa_transformers.tokenizer import tokenizer_of
-    from nsa_transformers.weights import generation_settings
+    from nsa_transformers.weights import generation_settings, quiet
 
     try:
         # Transformers would ignore a damaged file, and fail on a list without its name
         generation_settings(folder)
-        model: Any = (
-            NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            if with_weights
-            else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
-        )
-        tokenizer = tokenizer_of(folder)
+        with quiet():
+            model: Any = (
+                NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                if with_weights
+                else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
+            )
+            tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for foreign files, and ImportError for quantized weights
     except (NSAError, StrictDataclassError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())

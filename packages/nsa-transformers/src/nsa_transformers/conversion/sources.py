@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from nsa_core.errors import ConfigError
 from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
-from nsa_transformers.weights import read_json, require_safetensors, weight_files
+from nsa_transformers.weights import quiet, read_json, require_safetensors, weight_files
 
 
 class Architecture(NamedTuple):
@@ -142,7 +142,8 @@ def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path
     # without auto_map the table holds only values, and no remote code; from_dict changes its argument, so it gets a copy
     values = {key: value for key, value in copy.deepcopy(content).items() if key != "auto_map"}
     try:
-        config = getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
+        with quiet():
+            config = getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"{folder / 'config.json'} describes no {architecture.model_class} ({said:.200}); copy it again") from None
