@@ -1,7 +1,10 @@
-"""Settings of every test run: the hardware marker, and how many examples hypothesis tries."""
+"""Settings of every test run: the hardware marker, and how many examples hypothesis tries; and a fixture for the command lines."""
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import settings
@@ -55,3 +58,38 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"{call.excinfo.value} (--require-hardware turns this skip into a failure)"
     return report
+
+
+SLOW_MODULE = """
+import time
+try:
+    print("loading", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    # as C code in torch does
+    raise ImportError("the interrupt is lost")
+"""
+
+
+@pytest.fixture
+def signalled_while_loading(tmp_path):
+    """A function that starts Python with `words`, sends it a signal while it imports `module`, and returns exit code and stderr."""
+
+    def run(module, words, number=signal.SIGINT):
+        (tmp_path / f"{module}.py").write_text(SLOW_MODULE)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+        # a shell starts background processes with SIGINT ignored
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        with process:
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        return process.returncode, said
+
+    return run

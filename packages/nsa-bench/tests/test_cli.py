@@ -3,8 +3,6 @@
 import csv
 import errno
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -347,33 +345,6 @@ def test_commands_that_train_say_what_is_missing_and_the_others_need_no_trainer(
     assert not any(tmp_path.iterdir())
 
 
-SLOW_IMPORT = """
-import time
-print("loading", flush=True)
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    # as C code in torch does
-    raise ImportError("the interrupt is lost")
-"""
-
-
-@pytest.fixture
-def _foreground():
-    """A shell starts background processes with SIGINT ignored; here it is not ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_foreground")
-@pytest.mark.parametrize("module", ["cyclopts", "torch"])
-def test_ctrl_c_while_modules_load_prints_no_traceback(module, tmp_path):
-    (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
-    program = [sys.executable, "-m", "nsa_bench", "backends"]
-    with subprocess.Popen(program, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "loading\n"
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "")
+@pytest.mark.parametrize("module", ["platform", "cyclopts", "torch"])
+def test_ctrl_c_while_modules_load_prints_no_traceback(module, signalled_while_loading):
+    assert signalled_while_loading(module, ["-m", "nsa_bench", "backends"]) == (130, "")

@@ -1,12 +1,15 @@
-"""The start of the command `nsa-bench`, also as `python -m nsa_bench`."""
+"""The start of the command `nsa-bench`, also as `python -m nsa_bench`. It imports nothing before it handles Ctrl-C."""
 
-from typing import NoReturn
+import os
+import signal
 
-from nsa_core.environment import end_quietly_while_loading
 
-
-def main() -> NoReturn:
+def main() -> None:
     """Load the command line and run it; Ctrl-C while it or torch loads ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from nsa_core.environment import end_quietly_while_loading
+
     end_quietly_while_loading("nsa_bench.cli", "torch")
     from nsa_bench import cli
 

@@ -31,7 +31,7 @@ def end_quietly_while_loading(*modules: str) -> None:
             os._exit(INTERRUPTED)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
 
 

@@ -1,12 +1,15 @@
-"""The start of the command `nsa-train`, also as `python -m nsa_train`."""
+"""The start of the command `nsa-train`, also as `python -m nsa_train`. It imports nothing before it handles Ctrl-C."""
 
-from typing import NoReturn
+import os
+import signal
 
-from nsa_core.environment import end_quietly_while_loading
 
-
-def main() -> NoReturn:
+def main() -> None:
     """Load the command line and run it; Ctrl-C while it or torch loads ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from nsa_core.environment import end_quietly_while_loading
+
     end_quietly_while_loading("nsa_train.cli", "torch")
     from nsa_train import cli
 

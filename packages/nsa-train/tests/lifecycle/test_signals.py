@@ -294,20 +294,10 @@ def test_a_process_is_ended_while_it_imports_torch(tiny_recipe: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-SLOW_IMPORT = """
-import time
-try:
-    print("loading", flush=True)
-    time.sleep(60)
-except KeyboardInterrupt:
-    # as C code in torch does
-    raise ImportError("the interrupt is lost")
-"""
-
-
 @pytest.mark.parametrize(
     ("module", "words", "number", "line"),
     [
+        ("platform", ["preflight", "demo"], signal.SIGINT, ""),
         ("cyclopts", ["preflight", "demo"], signal.SIGINT, ""),
         ("torch", ["preflight", "demo"], signal.SIGINT, ""),
         *(
@@ -317,14 +307,6 @@ except KeyboardInterrupt:
     ],
 )
 def test_a_signal_while_modules_load_prints_no_traceback(
-    module: str, words: list[str], number: signal.Signals, line: str, tmp_path: Path
+    module: str, words: list[str], number: signal.Signals, line: str, signalled_while_loading: Callable[..., tuple[int, str]]
 ) -> None:
-    (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
-    program = [sys.executable, "-m", "nsa_train", *words]
-    with subprocess.Popen(program, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "loading\n"
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (CODES[number], line)
+    assert signalled_while_loading(module, ["-m", "nsa_train", *words], number) == (CODES[number], line)
