@@ -1,7 +1,7 @@
 """Open a recipe's data: the rows or blocks that the lanes read, and the held-out part.
 
-Local files that fit in `data.in_memory_mib` are read whole, checked for bad records and tokenized, and their rows are shuffled. Larger
-files and streamed corpora stay in place: lanes read their blocks, shuffled, and pack the documents themselves.
+Local files that fit in `data.in_memory_mib`, and a single text of any size, are read whole, checked for bad records and tokenized, and
+their rows are shuffled. Larger files and streamed corpora stay in place: lanes read their blocks, shuffled, and pack the documents themselves.
 """
 
 import hashlib

@@ -58,7 +58,8 @@ class DataTable(Table):
     timeout_s: float = number(at_least=LEAST_SECONDS, at_most=MOST_SECONDS, example=120, default=300)
     """Longest wait for a batch; then the run ends and names the shard that was being read."""
     in_memory_mib: float = number(at_least=1e-6, at_most=2**24, example=64, default=64, or_zero=True)
-    """Local files of at most this size are read whole, and their rows are shuffled; for larger files, blocks of documents are shuffled."""
+    """Local files of at most this size are read whole, and their rows are shuffled; for larger files, blocks of documents are shuffled.
+    A single text is one document, and is read whole whatever its size."""
     needle_pairs: int = integer(at_least=1, at_most=2**20, example=8, default=8)
     """With "needle": key-value pairs in the haystack of each row."""
     needle_queries: int = integer(at_least=1, at_most=2**20, example=8, default=8)
