@@ -4,6 +4,7 @@ import pytest
 import safetensors
 import torch
 
+from nsa_core.errors import InputError
 from nsa_transformers.checksums import KEY
 
 KINDS = ["nsa", "mixed"]
@@ -96,6 +97,13 @@ def test_lora_trains_the_projections_alone_and_merges(tiny_model, tmp_path, prom
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(prompt).logits, logits, rtol=1e-4, atol=1e-4)
     assert merged.generate(prompt, max_new_tokens=4, do_sample=False).shape == (2, 24)
+
+
+def test_prefix_tuning_is_refused_with_another_method(tiny_model, prompt):
+    peft = pytest.importorskip("peft", reason="peft is not installed (an extra, nsa-transformers[train])")
+    model = peft.get_peft_model(tiny_model(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(InputError, match=r"past_key_values is a DynamicCache .*; with PEFT, use LoRA in place of prefix tuning$"):
+        model(prompt)
 
 
 SEPARATE = ["q_proj", "o_proj", *(f"{name}.{branch}" for name in ("k_proj", "v_proj") for branch in ("cmp", "slc", "win"))]

@@ -207,7 +207,7 @@ def require_own_cache(cache: Any, described: str) -> None:
     if not isinstance(cache, NSAModelCache):
         raise InputError(
             f"past_key_values is {type_of(cache)} (it holds one K and V per layer, NSA has stores per branch); "
-            "leave it out, or use NSAModelCache(model.config)"
+            "leave it out, or use NSAModelCache(model.config); with PEFT, use LoRA in place of prefix tuning"
         )
     if cache.described != described:
         raise InputError(
