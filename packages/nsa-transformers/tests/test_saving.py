@@ -31,6 +31,14 @@ def saved(tiny_model, tmp_path):
     return model, tmp_path / "model"
 
 
+@pytest.fixture
+def sharded(saved):
+    """The saved model, and a folder with shards of it."""
+    model, folder = saved
+    model.save_pretrained(folder.parent / "shards", max_shard_size="20KB")
+    return model, folder.parent / "shards"
+
+
 @pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
 def test_a_saved_model_loads_bit_equal(tiny_model, prompt, tmp_path, kind):
     model = tiny_model(kind)
@@ -99,10 +107,8 @@ def test_a_seed_draws_the_decoders_numbers_and_loading_draws_none(tiny_config, s
     assert all(torch.equal(weight, loaded[name]) for name, weight in model.state_dict().items())
 
 
-def test_shards_dtypes_and_device_maps_load(saved, prompt):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_shards_dtypes_and_device_maps_load(sharded, prompt):
+    model, shards = sharded
     assert len(list(shards.glob("*.safetensors"))) > 1
     for device_map in ("cpu", "auto", {"": "cpu"}):
         found = AutoModelForCausalLM.from_pretrained(shards, device_map=device_map)
@@ -202,10 +208,8 @@ def test_pickled_weights_are_refused_unread(saved):
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)
 
 
-def test_damaged_files_and_shards_are_named(saved):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_damaged_files_and_shards_are_named(sharded):
+    _, shards = sharded
     part = sorted(shards.glob("*.safetensors"))[1]
     whole = part.read_bytes()
     for content in (whole[:-10], whole[:4], b"", b"\xff" * 100):
@@ -227,10 +231,8 @@ def test_damaged_files_and_shards_are_named(saved):
 
 
 @pytest.mark.parametrize("damage", ["pipe", "directory", "long name", "deep", "metadata"])
-def test_an_index_that_names_no_regular_file_or_cannot_be_read_is_refused(saved, damage):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_an_index_that_names_no_regular_file_or_cannot_be_read_is_refused(sharded, damage):
+    _, shards = sharded
     index = shards / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     part = shards / content["weight_map"]["norm.weight"]
@@ -253,10 +255,8 @@ def test_an_index_that_names_no_regular_file_or_cannot_be_read_is_refused(saved,
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(saved, is_named):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(sharded, is_named):
+    _, shards = sharded
     index = shards / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     files = content["weight_map"]
@@ -269,10 +269,8 @@ def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(saved, is_
         NSAForCausalLM.from_pretrained(shards)
 
 
-def test_an_index_may_name_a_tensor_that_no_shard_holds(saved, prompt):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_an_index_may_name_a_tensor_that_no_shard_holds(sharded, prompt):
+    model, shards = sharded
     index = shards / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     # a tied output layer, as some converters leave it
@@ -287,10 +285,8 @@ def test_an_older_index_next_to_a_single_file_is_not_read(saved, prompt):
     assert torch.equal(NSAForCausalLM.from_pretrained(folder)(prompt).logits, model(prompt).logits)
 
 
-def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved, prompt):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(sharded, prompt):
+    model, shards = sharded
     index = shards / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     del content["metadata"]
@@ -449,10 +445,8 @@ def test_settings_of_generation_that_cannot_be_are_refused_by_name(saved, text):
     assert NSAModel.from_pretrained(saved[1])
 
 
-def test_a_tensor_in_two_shards_is_refused(saved):
-    model, folder = saved
-    shards = folder.parent / "shards"
-    model.save_pretrained(shards, max_shard_size="20KB")
+def test_a_tensor_in_two_shards_is_refused(sharded):
+    _, shards = sharded
     first, second = sorted(shards.glob("*.safetensors"))[:2]
     twice = safetensors.torch.load_file(second) | {name: tensor + 1 for name, tensor in safetensors.torch.load_file(first).items()}
     safetensors.torch.save_file(twice, second, metadata={"format": "pt"})

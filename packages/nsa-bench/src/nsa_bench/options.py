@@ -14,6 +14,8 @@ Lengths = Annotated[str | None, Parameter(help="Tokens, k for 1024: 2k,8k. On cu
 Backend = Annotated[str, Parameter(help="auto, or a backend's name, which never falls back.")]
 Backward = Annotated[bool, Parameter(help="Time forward + backward as well.")]
 Commit = Annotated[str | None, Parameter(help="Commit to record in the results if the code is not in a git checkout.")]
+KeysValues = Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")]
+Compressor = Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")]
 Settings = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value, as for nsa-train. Repeatable.")]
 
 
@@ -98,8 +100,8 @@ class LayerOptions(MeasuredOn):
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, separated by commas.")] = "P,L"
     hidden: Annotated[int, Parameter(help="The layer's hidden size.")] = 4096
     branches: Annotated[str, Parameter(help="Branches that the layer has: some of cmp, slc, win, separated by commas.")] = "cmp,slc,win"
-    kv: Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")] = "separate"
-    compressor: Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")] = "mlp"
+    kv: KeysValues = "separate"
+    compressor: Compressor = "mlp"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
 
 
@@ -115,8 +117,8 @@ class GenerateOptions(MeasuredOn):
     hidden: Annotated[int, Parameter(help="The model's hidden size.")] = 768
     layers: Annotated[int, Parameter(help="The model's layers.")] = 12
     vocab: Annotated[int, Parameter(help="The model's vocabulary.")] = 50304
-    kv: Annotated[Literal["separate", "shared"], Parameter(help="K and V of each branch, or one for all.")] = "shared"
-    compressor: Annotated[Literal["mlp", "conv", "mean"], Parameter(help="How a block of keys or values becomes one.")] = "mean"
+    kv: KeysValues = "shared"
+    compressor: Compressor = "mean"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
 
 
