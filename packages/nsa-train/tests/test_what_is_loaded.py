@@ -4,7 +4,9 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,14 +44,25 @@ def watched(self):
     yield from ids(self)
 TextStream._ids = watched
 assert run_command(["sample", sys.argv[1], "--prompt", "x", "--tokens", "2"]) == 0
-print(sorted(name for name in known[1] - known[0] if name.startswith("torch")))
+print(sorted(name for name in known[1] - known[0] if name.startswith("torch")), "torch._dynamo" in sys.modules)
 """
 
 
-def test_the_time_of_the_first_prompt_holds_no_imports_of_torch(tiny_run: RunDirectory) -> None:
-    found = subprocess.run([sys.executable, "-c", SAMPLE, str(tiny_run.root)], capture_output=True, text=True, check=False)
+def sampled(root: Path) -> str:
+    """Return the last line of SAMPLE: torch's modules that were imported during the first prompt, and whether the compiler was imported at all."""
+    found = subprocess.run([sys.executable, "-c", SAMPLE, str(root)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "[]"
+    return found.stdout.splitlines()[-1]
+
+
+def test_the_time_of_the_first_prompt_holds_no_imports_of_torch(tiny_run: RunDirectory) -> None:
+    assert sampled(tiny_run.root) == "[] True"
+
+
+def test_sampling_from_a_dense_model_loads_no_compiler(train: Callable[..., Any]) -> None:
+    code, run = train("model.attention=dense")
+    assert code == 0
+    assert sampled(run.root) == "[] False"
 
 
 ONE_AFTER_ANOTHER = """

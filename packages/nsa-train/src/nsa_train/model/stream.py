@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_core import NativeSparseAttention
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import Decoder
@@ -83,8 +84,9 @@ class TextStream:
 
     @torch.no_grad()
     def _ids(self) -> Iterator[int]:
-        # the first call of a custom op imports it; that takes seconds, and is not the time of a prompt
-        import_module("torch._dynamo")
+        if any(isinstance(module, NativeSparseAttention) for module in self._model.modules()):
+            # the first call of a custom op imports it; that takes seconds, and is not the time of a prompt
+            import_module("torch._dynamo")
         sampling, started = self._sampling, time.perf_counter()
         generator = torch.Generator().manual_seed(sampling.seed)
         steps = CachedSteps(self._model, len(self._prompt) + sampling.num_tokens)
