@@ -436,19 +436,19 @@ def _attend(
             acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         if D_V > 128:
             acc3 = warpgroup_mma(left, v_smem.index(2), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
+        total = gl.where(row_sum > 0, row_sum, 1.0)
+        # as `tiles.divisor_of`; here, so that the row's shift need not stay in registers
+        largest = power_near_one(gl.fma(row_max, row_factor, -shift))
+        divisor = total + (largest.to(dtype).to(gl.float32) - largest)
+        inverse = gl.convert_layout(reciprocal(divisor), gl.SliceLayout(1, ACC))
         # the next tile's scores are computed while this tile's results are stored. After the last tile they come from an old stage and are discarded
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
         scores = start_scores(q1_smem.index(following), q2_smem.index(following), k1_smem, k2_smem, scores, K2)
-        total = gl.where(row_sum > 0, row_sum, 1.0)
         rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         gl.store(lse_ptr + target, row_max * factor * LN2 + gl.log2(total) * LN2, mask=rows < num_rows)
-        # as `tiles.divisor_of`
-        largest = power_near_one(gl.fma(row_max, row_factor, -shift))
-        divisor = total + (largest.to(dtype).to(gl.float32) - largest)
-        inverse = gl.convert_layout(reciprocal(divisor), gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
         if D_V > 128:
