@@ -39,6 +39,8 @@ def test_a_shape_is_a_letter_or_four_numbers():
 def test_what_is_no_shape_is_named(text):
     with pytest.raises(OptionError, match=r"--shapes has .* use P or 32/8/128/128"):
         parse_shapes(text)
+    with pytest.raises(OptionError, match=r"--cases has .* use P or 32/8/128/128"):
+        parse_shapes(text, "--cases")
 
 
 def test_the_shapes_are_those_of_the_kernels_page():

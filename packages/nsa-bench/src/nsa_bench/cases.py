@@ -214,8 +214,8 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def parse_shapes(text: str) -> tuple[HeadShape, ...]:
-    """Return the shapes of "P,L,32/8/128/128": a letter of SHAPES, or H/G/D_k/D_v.
+def parse_shapes(text: str, option: str = "--shapes") -> tuple[HeadShape, ...]:
+    """Return the shapes of "P,L,32/8/128/128": a letter of SHAPES, or H/G/D_k/D_v. `option` is named in messages.
 
     Raises:
         OptionError: with every problem, for an unknown name or numbers that make no shape.
@@ -229,7 +229,7 @@ def parse_shapes(text: str) -> tuple[HeadShape, ...]:
             shapes.append(head_shape(*numbers))
         else:
             problems.append(
-                f"--shapes has {part!r} (the rule: {', '.join(SHAPES)}, or H/G/D_k/D_v with G a divisor of H); use P or 32/8/128/128"
+                f"{option} has {part!r} (the rule: {', '.join(SHAPES)}, or H/G/D_k/D_v with G a divisor of H); use P or 32/8/128/128"
             )
     if problems:
         raise OptionError.of(problems)
