@@ -300,6 +300,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     versions: dict[str, Row] = {name: {"path": path, "commit": None} for name, path in options.versions}
     try:
+        if options.rounds < 1 or options.idle < 0:
+            raise OptionError(f"--rounds={options.rounds} --idle={options.idle:g} measure nothing; use --rounds 12 --idle 1")
         if len(versions) < max(2, len(options.versions)):
             raise OptionError("a comparison needs two versions of different names; use OLD=DIR NEW=DIR")
         for name, _, commit in (word.partition("=") for word in options.commit):

@@ -1,4 +1,4 @@
-"""The start of the command `nsa-bench`, also as `python -m nsa_bench`. It imports nothing before it handles Ctrl-C."""
+"""The start of the command `nsa-bench`, also as `python -m nsa_bench`. It imports only `os` and `signal` before it handles Ctrl-C."""
 
 import os
 import signal
@@ -7,10 +7,11 @@ import signal
 def main() -> None:
     """Load the command line and run it; Ctrl-C while it or torch loads ends the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # as INTERRUPTED of nsa_core.environment, which is not imported yet
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from nsa_core.environment import end_quietly_while_loading
+        from nsa_core.environment import end_quietly_while_loading
 
-    end_quietly_while_loading("nsa_bench.cli", "torch")
+        end_quietly_while_loading("nsa_bench.cli", "torch")
     from nsa_bench import cli
 
     cli.main()

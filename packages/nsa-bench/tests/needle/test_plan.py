@@ -139,3 +139,4 @@ def test_a_plan_that_is_no_toml_is_named_once(plan_file: Path) -> None:
     with pytest.raises(OptionError) as refused:
         planned(plan_file)
     assert str(refused.value).startswith(f"{plan_file} cannot be read as TOML (")
+    assert str(refused.value).count(str(plan_file)) == 1

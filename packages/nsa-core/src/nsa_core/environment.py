@@ -22,8 +22,8 @@ INTERRUPTED = 130
 def end_quietly_while_loading(*modules: str) -> None:
     """Let Ctrl-C end this process at once, with exit code 130 and no message, while one of `modules` is imported.
 
-    At other times Ctrl-C raises KeyboardInterrupt, as without this call. While torch is imported, C code in torch would discard that error. If the
-    caller's shell ignores the signal, it stays ignored.
+    At other times Ctrl-C raises KeyboardInterrupt, as Python's own handler does, which this call replaces. While torch is imported, C code in torch
+    would discard that error.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -31,8 +31,7 @@ def end_quietly_while_loading(*modules: str) -> None:
             os._exit(INTERRUPTED)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def is_loading(module: str) -> bool:

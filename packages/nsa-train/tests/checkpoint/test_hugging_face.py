@@ -7,12 +7,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from torch import Tensor
 
 from nsa_core.errors import InputError
@@ -25,6 +28,7 @@ from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
+from nsa_transformers.weights import quiet
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (an extra, nsa-train[hf])")
 pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installed (an extra, nsa-train[hf])")
@@ -368,10 +372,25 @@ def test_a_folder_is_opened_without_a_bar_or_a_warning(exported: Callable[..., P
     handler.emit = said.append  # type: ignore[method-assign]
     transformers.utils.logging.add_handler(handler)
     capsys.readouterr()
-    open_model(folder)
-    transformers.utils.logging.remove_handler(handler)
+    try:
+        open_model(folder)
+    finally:
+        transformers.utils.logging.remove_handler(handler)
     assert (said, capsys.readouterr().err) == ([], "")
-    assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize(("decides", "hub_has_none"), [(None, False), (None, True), (False, False), (True, True)])
+def test_quiet_leaves_every_switch_as_it_was(monkeypatch: pytest.MonkeyPatch, hub_has_none: bool, decides: bool | None) -> None:
+    # an environment variable that decides makes huggingface_hub warn; warnings are errors here
+    bars = import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", decides)
+    monkeypatch.setattr(bars, "progress_bar_states", {"_global": not hub_has_none})
+    logs = transformers.utils.logging
+    before = logs.get_verbosity(), logs.is_progress_bar_enabled(), are_progress_bars_disabled()
+    with suppress(KeyError), quiet():
+        assert (logs.get_verbosity(), logs.is_progress_bar_enabled()) == (logs.ERROR, False)
+        raise KeyError
+    assert (logs.get_verbosity(), logs.is_progress_bar_enabled(), are_progress_bars_disabled()) == before
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

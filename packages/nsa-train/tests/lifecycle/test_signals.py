@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nsa_train import cli
+from nsa_train.__main__ import main
 from nsa_train.cli import run_command
 from nsa_train.errors import LostContactError
 from nsa_train.lifecycle.outcomes import FOLDER, STOP, ending_by_signals, joint_code, reported
@@ -310,3 +311,17 @@ def test_a_signal_while_modules_load_prints_no_traceback(
     module: str, words: list[str], number: signal.Signals, line: str, signalled_while_loading: Callable[..., tuple[int, str]]
 ) -> None:
     assert signalled_while_loading(module, ["-m", "nsa_train", *words], number) == (CODES[number], line)
+
+
+def test_a_handler_of_the_program_that_calls_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_train.cli.main", lambda: None)
+
+    def own(*_: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        main()
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -152,6 +152,23 @@ def test_a_long_value_is_shown_in_short(tiny_recipe: Path, override: str, line: 
     assert len(said[0]) < 250
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.mix={'a': 1, 'b': 2, 'c': 3, 'd': 4, 'e': 5000}",
+        "train.steps=datetime.datetime(2026, 11, 28, 16, 0)",
+        "nsa.branches=('cmp', 'slc', 'win', 'cmp', 'slc', 'win', 'x', 'y')",
+    ],
+    ids=["table", "time", "list"],
+)
+def test_a_value_of_at_most_80_characters_is_shown_whole(tiny_recipe: Path, override: str) -> None:
+    key, _, shown = override.partition("=")
+    written = {"train.steps": "2026-11-28T16:00:00", "nsa.branches": f"[{shown[1:-1]}]"}.get(key, shown.replace(": ", " = "))
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(tiny_recipe), [f"{key}={written}"])
+    assert f"{key}={shown}" in str(refused.value)
+
+
 @pytest.mark.parametrize("words", [["preflight"], ["run"], ["run", "--dry-run"], ["run", "--out", "x"], ["loader-check"]], ids=" ".join)
 def test_a_recipe_name_that_is_too_long_for_a_file_is_shown_in_short(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert run_command([words[0], "a" * 300, *words[1:]]) == 2

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
@@ -121,16 +123,24 @@ class Stored:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let Transformers draw no progress bars, and print no warnings: those about a file come before its refusal here, which is one line."""
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Let Transformers draw no progress bars and log no warnings: one about a file would come before its refusal here, which is one line."""
+    level, *bars = logging.get_verbosity(), logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _draw_bars(False, False)
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
+        _draw_bars(*bars)
+
+
+def _draw_bars(ours: bool, of_the_hub: bool) -> None:
+    """Switch the progress bars of Transformers, which switches those of huggingface_hub as well, and then the latter."""
+    with warnings.catch_warnings():
+        # huggingface_hub warns if an environment variable has decided
+        warnings.simplefilter("ignore")
+        (logging.enable_progress_bar if ours else logging.disable_progress_bar)()
+        (enable_progress_bars if of_the_hub else disable_progress_bars)()
 
 
 def modified(folder: Path) -> dict[str, float]:
@@ -270,7 +280,7 @@ def generation_settings(folder: Path) -> dict[str, Any]:
     """Return the content of the generation_config.json in `folder`; empty if there is none.
 
     Raises:
-        ConfigError: if it cannot be read, holds no object, or has an id of the pad that is no integer.
+        ConfigError: if it cannot be read, holds no object, or has a `pad_token_id` that is no integer.
     """
     path = folder / GENERATION
     found = read_json(path) if path.is_file() else {}

@@ -91,8 +91,10 @@ def test_a_refused_id_gets_no_warning_of_transformers(dense):
     handler, level = logging.StreamHandler(), transformers_logging.get_verbosity()
     handler.emit = said.append
     transformers_logging.add_handler(handler)
-    assert "/config.json has eos_token_id=4321" in refusal(folder)
-    transformers_logging.remove_handler(handler)
+    try:
+        assert "/config.json has eos_token_id=4321" in refusal(folder)
+    finally:
+        transformers_logging.remove_handler(handler)
     assert said == []
     assert transformers_logging.get_verbosity() == level
 

@@ -15,7 +15,9 @@ from nsa_train.errors import ConfigError
 SHOWN = 80
 """Maximum characters of a value, or of an unknown key, in a message."""
 _BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
+_BRIEF.maxlevel = 2
+# by default it cuts a list after six values, a table after four, and numbers and dates after 40 and 30 characters
+_BRIEF.maxstring = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxdict = _BRIEF.maxlong = _BRIEF.maxother = SHOWN
 
 
 @frozen
