@@ -280,6 +280,13 @@ def parse_version(word: str) -> tuple[str, str]:
     return name, path
 
 
+def parse_count(word: str) -> int:
+    """Return an integer of at least 1."""
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is not an integer of at least 1; use 12")
+    return int(word)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Compare the versions. Exit with 1 if a call fails, and with 2 for a wrong option."""
     from nsa_bench.cases import find_device, parse_names
@@ -290,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("versions", nargs="+", type=parse_version, metavar="NAME=DIR[:DIR]")
     parser.add_argument("--cases", default="targets", help='shapes (P, L, M, S or H/G/D_k/D_v) and tokens: "M:8192,S:32k"')
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of each version, case and direction")
+    parser.add_argument("--rounds", type=parse_count, default=12, help="rounds of each version, case and direction")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this many seconds")
     parser.add_argument("--idle", type=float, default=1.0, help="length of a rest, over the time of the calls before it")
     parser.add_argument("--profile", action="store_true", help="list the kernels instead")
@@ -300,8 +307,6 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     versions: dict[str, Row] = {name: {"path": path, "commit": None} for name, path in options.versions}
     try:
-        if options.rounds < 1 or options.idle < 0:
-            raise OptionError(f"--rounds={options.rounds} --idle={options.idle:g} measure nothing; use --rounds 12 --idle 1")
         if len(versions) < max(2, len(options.versions)):
             raise OptionError("a comparison needs two versions of different names; use OLD=DIR NEW=DIR")
         for name, _, commit in (word.partition("=") for word in options.commit):

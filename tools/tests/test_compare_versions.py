@@ -140,7 +140,7 @@ def test_a_profile_lists_the_operators_of_every_version(tmp_path, capfd):
     [
         (["OLD={checkout}", "NEW={empty}"], "NEW={empty} has no nsa_core"),
         (["OLD={checkout}"], "needs two versions"),
-        (["OLD={checkout}", "NEW={checkout}", "--rounds=0"], "--rounds=0 --idle=1 measure nothing"),
+        (["OLD={checkout}", "NEW={checkout}", "--rounds=0"], "--rounds: '0' is not an integer of at least 1; use 12"),
         (["OLD={checkout}", "OLD={checkout}"], "two versions of different names"),
         (["OLD={checkout}", "NEW={checkout}", "--commit=B=abc"], "names no version; use OLD=HASH"),
         (["OLD={checkout}", "NEW={checkout}", "--cases=Q:8k"], "--cases has 'Q'"),
