@@ -10,6 +10,7 @@ them. A float32 product and the sum that it goes into are rounded once, because 
 
 import ast
 import inspect
+import math
 import random
 import textwrap
 import threading
@@ -148,10 +149,15 @@ class Barrier:
     """An mbarrier: a phase ends with its `count`-th arrival."""
 
     def __init__(self) -> None:
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Forget everything; it can be initialised again."""
         self.count = self.missing = self.phase = 0
 
     def init(self, count: int) -> None:
         """Start phase 0."""
+        assert not self.count, "initialised twice"
         self.count = self.missing = count
 
     def arrive(self, count: int) -> None:
@@ -322,7 +328,7 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
 _PARTED: list[tuple[int, int, int]] = []
-"""The programs of a launch that have reached the partition of their warps."""
+"""The programs of a launch that have reached the partition of their warps, each time."""
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, float16=torch.float16, constexpr=lambda x: x,
@@ -359,6 +365,7 @@ STAND_INS: dict[str, Any] = {
     "mbarrier": SimpleNamespace(
         MBarrierLayout=Layout,
         init=lambda barrier, count: barrier.init(count),
+        invalidate=lambda barrier: barrier.invalidate(),
         wait=lambda barrier, phase, pred=True: barrier.wait(int(phase)) if pred else None,
         arrive=_release,
     ),
@@ -377,15 +384,15 @@ class Simulated:
         self.arguments: tuple[Any, ...] = ()
         self.constants: dict[str, Any] = {}
         """The last launch's."""
-        self.launches: list[tuple[dict[str, Any], int]] = []
-        """The constants of every launch, and how many of its programs reached the partition of their warps."""
+        self.launches: list[tuple[dict[str, Any], int, int]] = []
+        """Of every launch: the constants, the number of programs, and how often one of them reached the partition of its warps."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
-    def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
+    def both(self, grids: tuple[tuple[int, ...], tuple[int, ...]], flag: str) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            for value in (False, True):
+            for value, grid in zip((False, True), grids, strict=True):
                 self._launch(grid, arguments, {flag: value, **constants})
 
         return launch
@@ -398,11 +405,11 @@ class Simulated:
         placed = [_argument(x) for x in arguments]
         for option in ("num_warps", "maxnreg"):
             constants.pop(option)
-        for program in range(sizes[0] * sizes[1] * sizes[2]):
+        for program in range(math.prod(sizes)):
             row, column = program % sizes[0], program // sizes[0]
             _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
             self.body(*placed, **constants)
-        self.launches.append((constants, len(_PARTED)))
+        self.launches.append((constants, math.prod(sizes), len(_PARTED)))
 
 
 def _argument(x: Any) -> Any:

@@ -439,9 +439,22 @@ def test_one_of_two_launches_of_the_backward_pass_works(head_dims, size, simulat
     nsa_attention(*leaves, geometry=GEOMETRY, backend="triton").sum().backward()
     last = "wide_kernels" if head_dims[0] > 128 else "selected_kernels"
     for name in (("dq_kernels", "dq_kernel"), ("dkdv_kernels", "dkdv_kernel"), (last, "backward_kernel")):
-        launches = [(constants["EXTREME"], num_parted > 0) for constants, num_parted in simulated[name].launches]
+        launches = [(constants["EXTREME"], num_parted > 0) for constants, _, num_parted in simulated[name].launches]
         assert launches
         assert launches == [(False, size == 1), (True, size > 1)] * (len(launches) // 2), name
+
+
+@pytest.mark.parametrize(("head_dims", "per_multiprocessor"), [((64, 64), 2), ((192, 128), 1)], ids=str)
+def test_the_launch_for_extreme_rows_has_few_programs_that_share_the_items(head_dims, per_multiprocessor, simulated, extremes):
+    inputs = extremes.scaled(make_inputs(shape_of(330, head_dims, (4, 2)), torch.float32), 1e2)
+    leaves = [x.clone().requires_grad_() for x in inputs.tensors]
+    nsa_attention(*leaves, geometry=GEOMETRY, backend="triton").sum().backward()
+    last = "wide_kernels" if head_dims[0] > 128 else "selected_kernels"
+    for name, most in ((("dkdv_kernels", "dkdv_kernel"), 3), ((last, "backward_kernel"), 3 * per_multiprocessor)):
+        (_, usual, _), (constants, few, num_items) = simulated[name].launches[-2:]
+        assert constants["EXTREME"]
+        # the stand-in for a GPU has three multiprocessors
+        assert few == most < num_items <= usual, name
 
 
 @pytest.mark.usefixtures("simulated")

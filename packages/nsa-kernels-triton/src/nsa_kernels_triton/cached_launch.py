@@ -34,9 +34,9 @@ class CachedLaunch:
         """Return a function that launches `grid` on the current device, which must be the first tensor's device."""
         return partial(self._launch, grid)
 
-    def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
-        """Return a function that launches `grid` twice, with the constant `flag` False and then True; it inspects its arguments once."""
-        return partial(self._launch_both, grid, flag)
+    def both(self, grids: tuple[tuple[int, ...], tuple[int, ...]], flag: str) -> Callable[..., None]:
+        """Return a function that launches two grids, with the constant `flag` False and then True; it inspects its arguments once."""
+        return partial(self._launch_both, grids, flag)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         if not arguments[0].is_cuda:
@@ -46,13 +46,13 @@ class CachedLaunch:
         if not self._launch_found(key, grid, passed):
             self._compile(key, grid, arguments, constants)
 
-    def _launch_both(self, grid: tuple[int, ...], flag: str, *arguments: Any, **constants: Any) -> None:
+    def _launch_both(self, grids: tuple[tuple[int, ...], tuple[int, ...]], flag: str, *arguments: Any, **constants: Any) -> None:
         if not arguments[0].is_cuda:
-            for value in (False, True):
+            for value, grid in zip((False, True), grids, strict=True):
                 self.kernel[grid](*arguments, **{flag: value}, **constants)
             return
         key, passed = _key_of(arguments, constants)
-        for value in (False, True):
+        for value, grid in zip((False, True), grids, strict=True):
             if not self._launch_found((flag, value, key), grid, passed):
                 self._compile((flag, value, key), grid, arguments, {flag: value, **constants})
 

@@ -206,10 +206,15 @@ def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def program_position(num_tiles, num_columns):
-    """Return tile, column of sequences and group of a program of the grid (tiles * columns * G,); CUDA limits the other axes to 65,535."""
-    number = tl.program_id(0)
+def position_of(number, num_tiles, num_columns):
+    """Return tile, column of sequences and group of program `number` of the grid (tiles * columns * G,); CUDA limits the other axes to 65,535."""
     return number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
+
+
+@triton.jit
+def program_position(num_tiles, num_columns):
+    """Return `position_of` this program."""
+    return position_of(tl.program_id(0), num_tiles, num_columns)
 
 
 @triton.jit

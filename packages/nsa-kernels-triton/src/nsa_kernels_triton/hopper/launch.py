@@ -90,7 +90,7 @@ def interval_dq(x: Operands, dq: Tensor, constants: dict[str, Any], limit: int |
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     _launch_both(
-        kernels.dq_kernel, (min(num_items, num_multiprocessors(q)),),
+        kernels.dq_kernel, min(num_items, num_multiprocessors(q)), 1,
         q, k, v, *_gradients(x), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
@@ -103,7 +103,7 @@ def interval_dq(x: Operands, dq: Tensor, constants: dict[str, Any], limit: int |
 
 
 def interval_dkdv(
-    grid: tuple[int],
+    num_programs: int,
     x: Operands,
     dk: Tensor,
     dv: Tensor,
@@ -115,7 +115,7 @@ def interval_dkdv(
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
     _launch_both(
-        kernels.dkdv_kernel, grid,
+        kernels.dkdv_kernel, num_programs, 1,
         x.q, x.k, x.v, *_gradients(x), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(x.q.shape[3], x.v.shape[3]), V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None,
@@ -169,20 +169,22 @@ def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], consta
     is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     _launch_both(
-        kernel, (num_items,),
+        kernel, num_items, pipeline.num_programs,
         x.q, x.k, x.v, *_gradients(x), *rest,
         **sizes, V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None, **_pipeline_constants(pipeline),
         **(options_of_one(pipeline) if is_wide else _options(pipeline)),
     )  # fmt: skip
 
 
-def _launch_both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def _launch_both(kernel: Any, num_programs: int, per_multiprocessor: int, q: Tensor, *arguments: Any, **constants: Any) -> None:
     """Launch a kernel without EXTREME and with it; all programs of one of the two return at once, before they write anything.
 
     The kernel with EXTREME, which limits weights, runs if the flag of `no_extremes` is set; otherwise the other one runs. The host never
-    reads the flag. If one kernel had both loops, the usual loop would have fewer registers and more instructions.
+    reads the flag. If one kernel had both loops, the usual loop would have fewer registers and more instructions. The launch with EXTREME
+    has no more programs than fit the GPU at once, `per_multiprocessor` on each multiprocessor, because it nearly always returns.
     """
-    kernel.both(grid, "EXTREME")(*arguments, **constants)
+    few = min(num_programs, per_multiprocessor * num_multiprocessors(q))
+    kernel.both(((num_programs,), (few,)), "EXTREME")(q, *arguments, **constants)
 
 
 def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:

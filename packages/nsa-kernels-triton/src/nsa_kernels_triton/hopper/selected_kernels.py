@@ -22,9 +22,11 @@ from nsa_kernels_triton.hopper.tiles import (
     barrier,
     dscores_of,
     hand_over,
+    invalidate,
     load_tile,
     lowered_by,
     mask_of,
+    own_items,
     power_near_one,
     power_of_two,
     reciprocal,
@@ -36,9 +38,9 @@ from nsa_kernels_triton.tiles import EXTREME
 
 
 @gluon.jit
-def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL: gl.constexpr, KEYS: gl.constexpr):
-    """Return the group of the program's item, first entry, end, index of its split-K partial, first and last key row, and whether it is masked."""
-    item = items_ptr + gl.program_id(0) * 4
+def load_item(number, items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL: gl.constexpr, KEYS: gl.constexpr):
+    """Return the group of item `number`, first entry, end, index of its split-K partial, first and last key row, and whether it is masked."""
+    item = items_ptr + number * 4
     index = gl.load(item)
     start = gl.load(item + 1)
     end = gl.load(item + 2)
@@ -245,13 +247,15 @@ def backward_kernel(
     """
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    if (gl.program_id(0) >= gl.load(num_items_ptr)) | (gl.load(extremes_ptr) != EXTREME):
+    num_items = gl.load(num_items_ptr)
+    if (gl.program_id(0) >= num_items) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
-        items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
-    )
-
+    lowering = 1.0
+    dk_scale = scale
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        dk_scale *= power_of_two(lowered_by(extremes_ptr))
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     DS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
@@ -269,51 +273,53 @@ def backward_kernel(
     entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        # `hand_over` arrives once for all producer threads
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    first_item, end_item, step = own_items(num_items, EXTREME)
+    for item in range(first_item, end_item, step):
+        group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
+            item, items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+        )
+        for stage in gl.static_range(STAGES):
+            # `hand_over` arrives once for all producer threads
+            mbarrier.init(full.index(stage), count=1)
+            mbarrier.init(empty.index(stage), count=1)
 
-    lowering = 1.0
-    dk_scale = scale
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        dk_scale *= power_of_two(lowered_by(extremes_ptr))
-    num_keys = last_key + 1 - key_row0
-    kv_head0 = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + kv_head0 * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
-    load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
+        num_keys = last_key + 1 - key_row0
+        kv_head0 = key_row0.to(gl.int64) * G + group
+        load_tile(k_ptr + kv_head0 * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+        load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
 
-    # offsets within a chunk fit 32 bits
-    head0 = first_row.to(gl.int64) * H + group * HG
-    num_item_rows = (end - start) * HG
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+        # offsets within a chunk fit 32 bits
+        head0 = first_row.to(gl.int64) * H + group * HG
+        num_item_rows = (end - start) * HG
+        gl.warp_specialize(
+            [
                 (
-                    k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-                    full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
-                    key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
-                    G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
+                    _multiply,
+                    (
+                        k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+                        full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+                        key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                        G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
+                    ),
                 ),
-            ),
-            (
-                gather,
                 (
-                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
-                    q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, True,
+                    gather,
+                    (
+                        q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                        q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                        H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, True,
+                    ),
                 ),
-            ),
-        ],
-        [4],
-        [LOADER_REGISTERS],
-    )  # fmt: skip
+            ],
+            [4],
+            [LOADER_REGISTERS],
+        )  # fmt: skip
+        if EXTREME:
+            invalidate(full, empty, STAGES)
 
 
 @gluon.jit
@@ -480,7 +486,7 @@ def forward_kernel(
         return
     own_ptr = rows_ptr + num_rows + first_row
     group, start, end, _partial_index, key_row0, last_key, is_masked = load_item(
-        items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+        gl.program_id(0), items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
     )
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)

@@ -14,12 +14,34 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 find_sequence = gluon.jit(tiles.find_sequence.fn)
 query_rows = gluon.jit(tiles.query_rows.fn)
 visible_keys = gluon.jit(tiles.visible_keys.fn)
-program_position = gluon.jit(tiles.program_position.fn)
+position_of = gluon.jit(tiles.position_of.fn)
 shift_of = gluon.jit(tiles.shift_of.fn)
 restrained = gluon.jit(tiles.restrained.fn)
 cut = gluon.jit(tiles.cut.fn)
 lowered_by = gluon.jit(tiles.lowered_by.fn)
 power_of_two = gluon.jit(tiles.power_of_two.fn)
+
+
+@gluon.jit
+def own_items(num_items, EXTREME: gl.constexpr):
+    """Return start, end and step of a loop over the program's items of a kernel that is launched twice (`launch._launch_both`).
+
+    With EXTREME few programs share all items. Otherwise each program has one, and the compiler removes the loop.
+    """
+    number = gl.program_id(0)
+    if EXTREME:
+        return number, num_items, gl.num_programs(0)
+    return number, number + 1, 1
+
+
+@gluon.jit
+def invalidate(first, second, STAGES: gl.constexpr):
+    """End the barriers of two rings after all warps have used them; a loop's next item then initialises them again."""
+    barrier()
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(first.index(stage))
+        mbarrier.invalidate(second.index(stage))
+    barrier()
 
 
 @gluon.jit

@@ -323,7 +323,7 @@ def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, tiles: Config, *, split_qu
         tiling.num_tiles, dk.shape[0], tiling.num_sequences, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
     if isinstance(tiles, PipelineConfig):
-        hopper.interval_dkdv(grid, x, dk, dv, numbers, _backward_constants(x), tiles)
+        hopper.interval_dkdv(*grid, x, dk, dv, numbers, _backward_constants(x), tiles)
         return
     kernels.dkdv_kernel[grid](
         q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **_backward_constants(x),
