@@ -333,7 +333,7 @@ _PARTED: list[tuple[int, int, int]] = []
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, float16=torch.float16, constexpr=lambda x: x,
     program_id=lambda axis: torch.tensor(_PROGRAM["id"][axis]), num_programs=lambda axis: torch.tensor(_PROGRAM["grid"][axis]),
-    to_tensor=torch.tensor,
+    to_tensor=_tensor,
     arange=lambda start, end, layout=None: torch.arange(start, end), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), zeros_like=torch.zeros_like, abs=torch.abs,
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),

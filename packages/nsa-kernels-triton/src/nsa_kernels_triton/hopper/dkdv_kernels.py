@@ -22,7 +22,6 @@ from nsa_kernels_triton.hopper.tiles import (
     load_tile,
     lowered_by,
     mask_of,
-    own_items,
     position_of,
     power_of_two,
     query_rows,
@@ -245,31 +244,46 @@ def _store(
     gl.store(ptr + FIRST + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=mask)
 
 
-@CachedLaunch
 @gluon.jit
-def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dk_ptr, dv_ptr,
-    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, num_splits, num_columns, split_queries, search_steps, scale, factor,
+def _place_of(item, sequences, G: gl.constexpr, PACKED: gl.constexpr):
+    """Return the tile's number in its sequence, split, sequence and group of an item, and whether this tile exists."""
+    cu_tiles_ptr, num_sequences, num_tiles, num_splits, num_columns, search_steps = sequences
+    tile, sequence, group = position_of(item, num_tiles * num_splits, num_columns)
+    # late splits first: their queries see every key, those of early splits only some
+    split = num_splits - 1 - tile // num_tiles
+    tile = tile % num_tiles
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        tile -= gl.load(cu_tiles_ptr + gl.minimum(sequence, num_sequences - 1))
+    return tile, split, sequence, group, sequence < num_sequences
+
+
+@gluon.jit
+def _compute_tile(
+    tile, split, sequence, group, work,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
-
-    A tile's keys are divided between two consumer warpgroups, which read the same rows. EXTREME: see `launch._launch_both`.
-    """
+    """Write dK and dV of one tile."""
+    (
+        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr, cu_seqlens_ptr, cu_keys_ptr, query_start_ptr, query_count_ptr,
+        num_queries, num_keys, num_key_rows, split_queries, scale, factor, lowering,
+    ) = work  # fmt: skip
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = KEYS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    if gl.load(extremes_ptr) != EXTREME:
-        return
-    lowering = 1.0
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        scale *= power_of_two(lowered_by(extremes_ptr))
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+        num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
+    key0 = tile * KEYS
+
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
@@ -289,82 +303,108 @@ def dkdv_kernel(
     gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    first_item, end_item, step = own_items(num_tiles * num_splits * num_columns * G, EXTREME)
-    for item in range(first_item, end_item, step):
-        tile, sequence, group = position_of(item, num_tiles * num_splits, num_columns)
-        # late splits first: their queries see every key, those of early splits only some
-        split = num_splits - 1 - tile // num_tiles
-        tile = tile % num_tiles
-        is_tile = True
-        if PACKED:
-            sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
-            is_tile = sequence < num_sequences
-            tile -= gl.load(cu_tiles_ptr + gl.minimum(sequence, num_sequences - 1))
-        if is_tile:
-            q_row0, _num_rows, num_valid, position = query_rows(
-                sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
-            )
-            key_row0 = sequence.to(gl.int64) * num_keys
-            key_end = num_keys
-            if PACKED:
-                key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
-                key_end = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
-            key0 = tile * KEYS
-            for stage in gl.static_range(STAGES):
-                # every producer thread arrives once its copies have landed, and each half once it has read them
-                mbarrier.init(full.index(stage), count=128)
-                mbarrier.init(empty.index(stage), count=2)
+    for stage in gl.static_range(STAGES):
+        # every producer thread arrives once its copies have landed, and each half once it has read them
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=2)
 
-            # keys that no query sees count as zeros: the end of a store, and surplus blocks, may be NaN
-            _first, seen = visible_keys(position + num_valid - 1, IS_WINDOW, SIZE, STRIDE, WINDOW)
-            num_seen = gl.minimum(key_end, seen)
-            kv_head0 = key_row0 * G + group
-            for half in gl.static_range(2):
-                load_tile(k_ptr + kv_head0 * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, 0, K1, HALF)
-                if K2 > 0:
-                    load_tile(k_ptr + kv_head0 * D_K, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, K2, HALF)
-                load_tile(v_ptr + kv_head0 * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, 0, V1, HALF)
-            async_copy.commit_group()
+    # keys that no query sees count as zeros: the end of a store, and surplus blocks, may be NaN
+    _first, seen = visible_keys(position + num_valid - 1, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    num_seen = gl.minimum(num_keys, seen)
+    kv_head0 = key_row0 * G + group
+    for half in gl.static_range(2):
+        load_tile(k_ptr + kv_head0 * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, 0, K1, HALF)
+        if K2 > 0:
+            load_tile(k_ptr + kv_head0 * D_K, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, K2, HALF)
+        load_tile(v_ptr + kv_head0 * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, 0, V1, HALF)
+    async_copy.commit_group()
 
-            row_from = split * split_queries * HG
-            row_from, row_end, _middle, _full_end = _seen_rows(
-                key0, gl.minimum(key0 + KEYS, key_end) - 1, position, num_valid, row_from, row_from + split_queries * HG,
-                HG, IS_WINDOW, SIZE, STRIDE, WINDOW,
-            )  # fmt: skip
-            async_copy.wait_group(0)
-            fence_async_shared()
-            barrier()
-            head0 = q_row0 * H + group * HG
-            smem = (k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty)
-            key_row0 = key_row0 + split.to(gl.int64) * num_key_rows
-            work_item = (dk_ptr, dv_ptr, key_row0, key0, key_end, group, position, num_valid, row_from, row_end)
-            gl.warp_specialize(
-                [
-                    (
-                        _multiply,
-                        (
-                            0, smem, work_item, scale, factor, lowering,
-                            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
-                        ),
-                    ),
-                    (
-                        _multiply,
-                        (
-                            1, smem, work_item, scale, factor, lowering,
-                            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
-                        ),
-                    ),
-                    (
-                        _load_rows,
-                        (
-                            q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
-                            q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-                            H, HG, D_K, K1, K2, D_V, V1, GATED, ROWS, STAGES,
-                        ),
-                    ),
-                ],
-                [4, 4],
-                [PART_REGISTERS, LOADER_REGISTERS],
-            )  # fmt: skip
-            if EXTREME:
-                invalidate(full, empty, STAGES)
+    row_from = split * split_queries * HG
+    row_from, row_end, _middle, _full_end = _seen_rows(
+        key0, gl.minimum(key0 + KEYS, num_keys) - 1, position, num_valid, row_from, row_from + split_queries * HG,
+        HG, IS_WINDOW, SIZE, STRIDE, WINDOW,
+    )  # fmt: skip
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    head0 = q_row0 * H + group * HG
+    smem = (k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty)
+    key_row0 = key_row0 + split.to(gl.int64) * num_key_rows
+    work_item = (dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    0, smem, work_item, scale, factor, lowering,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    1, smem, work_item, scale, factor, lowering,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
+                ),
+            ),
+            (
+                _load_rows,
+                (
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
+                    q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+                    H, HG, D_K, K1, K2, D_V, V1, GATED, ROWS, STAGES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [PART_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+    if EXTREME:
+        invalidate(full, empty, STAGES)
+
+
+@CachedLaunch
+@gluon.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, num_splits, num_columns, split_queries, search_steps, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
+
+    A tile's keys are divided between two consumer warpgroups, which read the same rows. EXTREME: see `launch._launch_both`; any
+    number of programs share the tiles.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    if gl.load(extremes_ptr) != EXTREME:
+        return
+    lowering = 1.0
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale *= power_of_two(lowered_by(extremes_ptr))
+    sequences = (cu_tiles_ptr, num_sequences, num_tiles, num_splits, num_columns, search_steps)
+    work = (
+        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr, cu_seqlens_ptr, cu_keys_ptr, query_start_ptr, query_count_ptr,
+        num_queries, num_keys, num_key_rows, split_queries, scale, factor, lowering,
+    )  # fmt: skip
+    if EXTREME:
+        for item in range(gl.program_id(0), num_tiles * num_splits * num_columns * G, gl.num_programs(0)):
+            tile, split, sequence, group, exists = _place_of(item, sequences, G, PACKED)
+            if exists:
+                _compute_tile(
+                    tile, split, sequence, group, work, H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW,
+                    PACKED, CACHED, GATED, ROWS, KEYS, STAGES, EXTREME, LOADER_REGISTERS, PART_REGISTERS,
+                )  # fmt: skip
+    else:
+        tile, split, sequence, group, exists = _place_of(gl.program_id(0), sequences, G, PACKED)
+        if PACKED and not exists:
+            return
+        _compute_tile(
+            tile, split, sequence, group, work, H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW,
+            PACKED, CACHED, GATED, ROWS, KEYS, STAGES, EXTREME, LOADER_REGISTERS, PART_REGISTERS,
+        )  # fmt: skip

@@ -26,7 +26,6 @@ from nsa_kernels_triton.hopper.tiles import (
     load_tile,
     lowered_by,
     mask_of,
-    own_items,
     power_near_one,
     power_of_two,
     reciprocal,
@@ -232,30 +231,24 @@ def add_or_store(
         gl.store(target, values, mask=mask_of(in_piece >= 0, columns, D - FIRST, WIDTH))
 
 
-@CachedLaunch
 @gluon.jit
-def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
-    items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
+def _compute_item(
+    item, work,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, for K2 = 0; grid (bound on items,).
-
-    EXTREME: see `launch._launch_both`.
-    """
+    """Write partial dQ, dK and dV of one item."""
+    (
+        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+        items_ptr, entries_ptr, own_ptr, key_rows_ptr, first_row, num_pieces, scale, factor, lowering, dk_scale,
+    ) = work  # fmt: skip
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    num_items = gl.load(num_items_ptr)
-    if (gl.program_id(0) >= num_items) | (gl.load(extremes_ptr) != EXTREME):
-        return
-    own_ptr = rows_ptr + num_rows + first_row
-    lowering = 1.0
-    dk_scale = scale
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        dk_scale *= power_of_two(lowered_by(extremes_ptr))
+    group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
+        item, items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+    )
+
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     DS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
@@ -273,53 +266,88 @@ def backward_kernel(
     entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    first_item, end_item, step = own_items(num_items, EXTREME)
-    for item in range(first_item, end_item, step):
-        group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
-            item, items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
-        )
-        for stage in gl.static_range(STAGES):
-            # `hand_over` arrives once for all producer threads
-            mbarrier.init(full.index(stage), count=1)
-            mbarrier.init(empty.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
+        # `hand_over` arrives once for all producer threads
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
 
-        num_keys = last_key + 1 - key_row0
-        kv_head0 = key_row0.to(gl.int64) * G + group
-        load_tile(k_ptr + kv_head0 * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
-        load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
+    num_keys = last_key + 1 - key_row0
+    kv_head0 = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + kv_head0 * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+    load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
 
-        # offsets within a chunk fit 32 bits
-        head0 = first_row.to(gl.int64) * H + group * HG
-        num_item_rows = (end - start) * HG
-        gl.warp_specialize(
-            [
+    # offsets within a chunk fit 32 bits
+    head0 = first_row.to(gl.int64) * H + group * HG
+    num_item_rows = (end - start) * HG
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-                        full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
-                        key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
-                        G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
-                    ),
+                    k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+                    full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+                    key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                    G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
+            ),
+            (
+                gather,
                 (
-                    gather,
-                    (
-                        q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
-                        q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                        H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, True,
-                    ),
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                    q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, True,
                 ),
-            ],
-            [4],
-            [LOADER_REGISTERS],
+            ),
+        ],
+        [4],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+    if EXTREME:
+        invalidate(full, empty, STAGES)
+
+
+@CachedLaunch
+@gluon.jit
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+    items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, for K2 = 0; grid (bound on items,).
+
+    EXTREME: see `launch._launch_both`; any number of programs share the items.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    num_items = gl.load(num_items_ptr)
+    if (gl.program_id(0) >= num_items) | (gl.load(extremes_ptr) != EXTREME):
+        return
+    own_ptr = rows_ptr + num_rows + first_row
+    lowering = 1.0
+    dk_scale = scale
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        dk_scale *= power_of_two(lowered_by(extremes_ptr))
+    work = (
+        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+        items_ptr, entries_ptr, own_ptr, key_rows_ptr, first_row, num_pieces, scale, factor, lowering, dk_scale,
+    )  # fmt: skip
+    if EXTREME:
+        for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+            _compute_item(
+                item, work, H, G, D_K, K1, K2, D_V, V1, SLOTS_TOTAL,
+                GATED, ROWS, KEYS, STAGES, EXTREME, LOADER_REGISTERS,
+            )  # fmt: skip
+    else:
+        _compute_item(
+            gl.program_id(0), work, H, G, D_K, K1, K2, D_V, V1, SLOTS_TOTAL,
+            GATED, ROWS, KEYS, STAGES, EXTREME, LOADER_REGISTERS,
         )  # fmt: skip
-        if EXTREME:
-            invalidate(full, empty, STAGES)
 
 
 @gluon.jit

@@ -23,18 +23,6 @@ power_of_two = gluon.jit(tiles.power_of_two.fn)
 
 
 @gluon.jit
-def own_items(num_items, EXTREME: gl.constexpr):
-    """Return start, end and step of a loop over the program's items of a kernel that is launched twice (`launch._launch_both`).
-
-    With EXTREME few programs share all items. Otherwise each program has one, and the compiler removes the loop.
-    """
-    number = gl.program_id(0)
-    if EXTREME:
-        return number, num_items, gl.num_programs(0)
-    return number, number + 1, 1
-
-
-@gluon.jit
 def invalidate(first, second, STAGES: gl.constexpr):
     """End the barriers of two rings after all warps have used them; a loop's next item then initialises them again."""
     barrier()
