@@ -356,6 +356,7 @@ STAND_INS: dict[str, Any] = {
     "bits_of": lambda x: x.view(torch.int32),
     "float_of": lambda bits: bits.view(torch.float32),
     "reciprocal": torch.reciprocal,
+    "opaque": lambda x: x,
     "power_of_two": lambda exponent: torch.exp2(exponent.float()),
     # of a product's tile (queries, 8, columns), row r of the eight lies in the lanes 4 r to 4 r + 3
     "exchange_lanes": lambda x, distance: x[:, torch.arange(8) ^ distance // 4],

@@ -43,18 +43,24 @@ def _load_rows(
     for tile in range(gl.cdiv(row_end - row_from, ROWS)):
         stage = tile % STAGES
         row = row_from + tile * ROWS
+        end = row_end
+        skipped = row_from.to(gl.int64) * 0
+        if ROWS % HG == 0:
+            # a tile starts at a query's first head, so only one number changes from tile to tile
+            skipped = (row // HG).to(gl.int64) * H
+            end = row_end - row
+            row = 0
         rows = row + gl.arange(0, ROWS, LINE)
-        exists = rows < row_end
-        heads = (rows // HG).to(gl.int64) * H + rows % HG
+        heads = skipped + (rows // HG).to(gl.int64) * H + rows % HG
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, 0, K1, ROWS)
+        load_tile(q_ptr + skipped * D_K, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, ROWS)
         if K2 > 0:
-            load_tile(q_ptr, q2_smem.index(stage), row, row_end, H, HG, D_K, K1, K2, ROWS)
-        load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, 0, V1, ROWS)
-        async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=exists)
-        async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
+            load_tile(q_ptr + skipped * D_K, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, ROWS)
+        load_tile(dout_ptr + skipped * D_V, dout_smem.index(stage), row, end, H, HG, D_V, 0, V1, ROWS)
+        async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=rows < end)
+        async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=rows < end)
         if GATED:
-            async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
+            async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=rows < end)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 

@@ -26,6 +26,7 @@ from nsa_kernels_triton.hopper.tiles import (
     load_tile,
     lowered_by,
     mask_of,
+    opaque,
     power_near_one,
     power_of_two,
     reciprocal,
@@ -57,24 +58,47 @@ def tile_of(width, lane_columns):
 
 
 @gluon.jit
+def _start_of(tile, entries_ptr, num_rows, HG: gl.constexpr, ROWS: gl.constexpr):
+    """Return a pointer to entries, the number of the tile's first row counted from it, and the number of rows from there on.
+
+    If tiles start at a query's first head, the pointer is to its entry: then the compiler knows the distances between a thread's rows.
+    """
+    row = tile * ROWS
+    if ROWS % HG == 0:
+        query = tile * (ROWS // HG)
+        if HG % 16 != 0:
+            # otherwise the loop would keep an address for each of a thread's rows
+            query = opaque(query)
+        return entries_ptr + query, gl.to_tensor(0), num_rows - row
+    return entries_ptr, row, num_rows
+
+
+@gluon.jit
 def _load_entries(entries_ptr, tile, num_rows, HG: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the list's entries of a tile's rows."""
-    rows = tile * ROWS + gl.arange(0, ROWS, LAYOUT)
-    return gl.load(entries_ptr + rows // HG, mask=rows < num_rows, other=0)
+    entries_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+    rows = row + gl.arange(0, ROWS, LAYOUT)
+    return gl.load(entries_ptr + rows // HG, mask=rows < end, other=0)
+
+
+@gluon.jit
+def _local(entry, SLOTS_TOTAL: gl.constexpr):
+    """Return the rows within the chunk of entries, which are at least 0; an unsigned division takes fewer instructions."""
+    return (entry.to(gl.uint32) // SLOTS_TOTAL).to(gl.int32)
 
 
 @gluon.jit
 def _gather_tile(
-    ptr, entry, smem, tile, num_rows,
+    ptr, entry, smem, row, end,
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     ROWS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
     """Start copying the columns FIRST .. FIRST + WIDTH - 1 of a tile's rows, whose entries are given. Elements that do not exist are zero."""
     TILE: gl.constexpr = tile_of(WIDTH, LANES)
-    rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    heads = gl.convert_layout(entry, gl.SliceLayout(1, TILE)) // SLOTS_TOTAL * H + rows % HG
-    mask = mask_of(rows < num_rows, columns, D - FIRST, WIDTH)
+    heads = _local(gl.convert_layout(entry, gl.SliceLayout(1, TILE)), SLOTS_TOTAL) * H + rows % HG
+    mask = mask_of(rows < end, columns, D - FIRST, WIDTH)
     async_copy.async_copy_global_to_shared(smem, ptr + FIRST + heads[:, None] * D + columns[None, :], mask=mask)
 
 
@@ -90,27 +114,29 @@ def gather(
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
     entries_ptr += start
-    entry = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, LINE)
-    entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
+    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, LINE)
+    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
         # the next tile's entries are loaded while this one waits for a stage
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
+        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
-            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
-        _gather_tile(dout_ptr, entry_t, dout_smem.index(stage), tile, num_rows, H, HG, D_V, 0, V1, SLOTS_TOTAL, ROWS, LANES)
-        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
-        exists = rows < num_rows
-        heads = entry // SLOTS_TOTAL * H + rows % HG
+            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
+        _gather_tile(dout_ptr, entry_t, dout_smem.index(stage), row, end, H, HG, D_V, 0, V1, SLOTS_TOTAL, ROWS, LANES)
+        rows = row + gl.arange(0, ROWS, LINE)
+        exists = rows < end
+        local = _local(entry, SLOTS_TOTAL)
+        heads = local * H + rows % HG
         async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
         if GATED:
             async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
-        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
-        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
+        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + local, mask=exists)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), tile_ptr + rows // HG, mask=exists)
         if FENCED:
             # two stages would deadlock: tile t + 1 is announced after tile t + 2 is filled; tile t is freed after tile t + 1's products start
             gl.static_assert(STAGES > 2)
@@ -402,21 +428,21 @@ def _gather_queries(
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
     entries_ptr += start
-    entry = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, LINE)
-    entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
+    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, LINE)
+    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
         # the next tile's entries are loaded while this one waits for a stage
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
+        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
-            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
-        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
-        exists = rows < num_rows
-        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
-        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
+            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
+        rows = row + gl.arange(0, ROWS, LINE)
+        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + _local(entry, SLOTS_TOTAL), mask=rows < end)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), tile_ptr + rows // HG, mask=rows < end)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         entry = next_entry
         entry_t = next_entry_t

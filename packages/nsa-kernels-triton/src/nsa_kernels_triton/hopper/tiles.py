@@ -193,6 +193,12 @@ def reciprocal(x):
 
 
 @gluon.jit
+def opaque(x):
+    """Return the int32 x. The compiler does not know its value, so it keeps no address that depends on it from one pass of a loop to the next."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def power_near_one(x):
     """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products, because the hardware unit of `gl.exp2` limits these kernels."""
     # the Taylor series: ln 2 to the powers 1 .. 4 over their factorials
