@@ -58,13 +58,13 @@ def tile_of(width, lane_columns):
 
 
 @gluon.jit
-def _start_of(tile, entries_ptr, num_rows, HG: gl.constexpr, ROWS: gl.constexpr):
+def _start_of(tile, entries_ptr, num_rows, HG: gl.constexpr, ROWS: gl.constexpr, IS_RELATIVE: gl.constexpr):
     """Return a pointer to entries, the number of the tile's first row counted from it, and the number of rows from there on.
 
-    If tiles start at a query's first head, the pointer is to its entry: then the compiler knows the distances between a thread's rows.
+    IS_RELATIVE: if tiles start at a query's first head, the pointer is to its entry. Then the compiler knows the distances between a thread's rows.
     """
     row = tile * ROWS
-    if ROWS % HG == 0:
+    if IS_RELATIVE and ROWS % HG == 0:
         query = tile * (ROWS // HG)
         if HG % 16 != 0:
             # otherwise the loop would keep an address for each of a thread's rows
@@ -74,9 +74,9 @@ def _start_of(tile, entries_ptr, num_rows, HG: gl.constexpr, ROWS: gl.constexpr)
 
 
 @gluon.jit
-def _load_entries(entries_ptr, tile, num_rows, HG: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_entries(entries_ptr, tile, num_rows, HG: gl.constexpr, ROWS: gl.constexpr, IS_RELATIVE: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the list's entries of a tile's rows."""
-    entries_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+    entries_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS, IS_RELATIVE)
     rows = row + gl.arange(0, ROWS, LAYOUT)
     return gl.load(entries_ptr + rows // HG, mask=rows < end, other=0)
 
@@ -113,16 +113,18 @@ def gather(
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
+    # with two parts of q the producer warps would lack registers: the kernel would be 10 % slower
+    IS_RELATIVE: gl.constexpr = K2 == 0
     entries_ptr += start
-    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, LINE)
-    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, OF_TILE)
+    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, IS_RELATIVE, LINE)
+    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, IS_RELATIVE, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
         # the next tile's entries are loaded while this one waits for a stage
-        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
-        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
+        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, IS_RELATIVE, LINE)
+        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, IS_RELATIVE, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS, IS_RELATIVE)
         _gather_tile(q_ptr, entry_t, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
             _gather_tile(q_ptr, entry_t, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
@@ -428,15 +430,15 @@ def _gather_queries(
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
     entries_ptr += start
-    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, LINE)
-    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, OF_TILE)
+    entry = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, True, LINE)
+    entry_t = _load_entries(entries_ptr, gl.to_tensor(0), num_rows, HG, ROWS, True, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
         # the next tile's entries are loaded while this one waits for a stage
-        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
-        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
+        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, True, LINE)
+        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, True, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS)
+        tile_ptr, row, end = _start_of(tile, entries_ptr, num_rows, HG, ROWS, True)
         _gather_tile(q_ptr, entry_t, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
             _gather_tile(q_ptr, entry_t, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
