@@ -234,6 +234,9 @@ def _geometric_means(rows: Sequence[Row]) -> Iterator[Row]:
     for version in dict.fromkeys(row["version"] for row in rows):
         for direction in (*dict.fromkeys(row["direction"] for row in rows), "all"):
             some = [row for row in rows if row["version"] == version and direction in (row["direction"], "all")]
+            if not some:
+                # a later version's turn in this direction has not come
+                continue
             means = {key: math.exp(mean(math.log(row[key]) for row in some)) for key in ("medians", "minima", "neighbours")}
             error = None if any(row["error"] is None for row in some) else math.hypot(*(row["error"] for row in some)) / len(some)
             yield {"case": "mean", "direction": direction, "version": version, "base_ms": None, **means, "error": error, "n": len(some)}

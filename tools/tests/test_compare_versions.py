@@ -67,6 +67,12 @@ def test_a_round_that_was_interrupted_has_no_ratio():
     assert summarize(rounds_of("M:8192", "both", OLD=[1.0]), "OLD") == []
 
 
+def test_a_mean_waits_for_the_first_turn_of_every_version():
+    rounds = rounds_of("M:8192", "forward", OLD=[1.0], A=[2.0], B=[3.0]) + rounds_of("M:8192", "both", OLD=[1.0], A=[2.0])
+    means = {(row["version"], row["direction"]): row["medians"] for row in summarize(rounds, "OLD") if row["case"] == "mean"}
+    assert means == pytest.approx({("A", "forward"): 2, ("A", "both"): 2, ("A", "all"): 2, ("B", "forward"): 3, ("B", "all"): 3})
+
+
 def test_kernels_are_side_by_side_and_the_longest_is_first():
     place = {"case": "M:8192", "direction": "both"}
     old = place | {"version": "OLD", "profile": {"choose": [2.0, 1.0], "gone": [5.0, 4.0]}}
