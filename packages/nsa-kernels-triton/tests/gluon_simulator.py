@@ -157,7 +157,6 @@ class Barrier:
 
     def init(self, count: int) -> None:
         """Start phase 0."""
-        assert not self.count, "initialised twice"
         self.count = self.missing = count
 
     def arrive(self, count: int) -> None:
@@ -292,12 +291,17 @@ class Layout:
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        # a program that allocates again, after its warps have joined, gets the same addresses
+        assert not any(barrier.count for barrier in _USED), "initialised twice"
+        _ALLOCATED.extend(found := Barriers(Barrier() for _ in range(shape[0])))
+        return found
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
 
 
 def _specialize(work: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
     _PARTED.append(_PROGRAM["id"])
+    _USED.extend(_ALLOCATED)
+    _ALLOCATED.clear()
     partitions: list[Partition] = []
     lots = random.Random(0)
     partitions += [Partition(partitions, lots, *each) for each in work]
@@ -327,6 +331,9 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 
 
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
+_ALLOCATED: list[Barrier] = []
+_USED: list[Barrier] = []
+"""The barriers of the program: those of the next partition of its warps, and those of earlier ones."""
 _PARTED: list[tuple[int, int, int]] = []
 """The programs of a launch that have reached the partition of their warps, each time."""
 
@@ -409,6 +416,8 @@ class Simulated:
         for program in range(math.prod(sizes)):
             row, column = program % sizes[0], program // sizes[0]
             _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
+            _ALLOCATED.clear()
+            _USED.clear()
             self.body(*placed, **constants)
         self.launches.append((constants, math.prod(sizes), len(_PARTED)))
 

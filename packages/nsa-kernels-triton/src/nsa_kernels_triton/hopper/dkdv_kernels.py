@@ -44,7 +44,7 @@ def _load_rows(
         stage = tile % STAGES
         row = row_from + tile * ROWS
         end = row_end
-        skipped = row_from.to(gl.int64) * 0
+        skipped = 0
         if ROWS % HG == 0:
             # a tile starts at a query's first head, so only one number changes from tile to tile
             skipped = (row // HG).to(gl.int64) * H
