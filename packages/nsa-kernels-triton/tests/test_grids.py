@@ -35,12 +35,12 @@ def grids(monkeypatch):
 
     found = {}
 
-    def record(kernel, grid, *_flag):
-        found.setdefault(kernel, []).append(grid)
+    def record(kernel, *grids):
+        found.setdefault(kernel, []).extend(grids)
         return lambda *arguments, **constants: None
 
-    for name in ("__getitem__", "both"):
-        monkeypatch.setattr(CachedLaunch, name, record)
+    monkeypatch.setattr(CachedLaunch, "__getitem__", record)
+    monkeypatch.setattr(CachedLaunch, "both", lambda kernel, grids, flag: record(kernel, *grids))
     return found
 
 

@@ -35,6 +35,7 @@ KERNELS = [
     ("selected_kernels", "backward_kernel"),
     ("wide_kernels", "backward_kernel"),
 ]
+BACKWARD_KERNELS = [KERNELS[1], KERNELS[2], *KERNELS[5:]]
 GEOMETRY = BlockGeometry(
     compression_block_size=16,
     compression_stride=8,
@@ -455,6 +456,29 @@ def test_the_launch_for_extreme_rows_has_few_programs_that_share_the_items(head_
         assert constants["EXTREME"]
         # the stand-in for a GPU has three multiprocessors
         assert few == most < num_items <= usual, name
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPES["packed"],
+        shape_of(lengths=(20, 0, 1, 230), head_dims=(192, 128), heads=(2, 1)),
+        # 9 heads do not divide a tile
+        pytest.param(SHAPES["early"], marks=pytest.mark.slow),
+    ],
+    ids=["64", "192", "128"],
+)
+def test_the_loops_for_extreme_rows_equal_the_oracle_in_packed_rows(shape, simulated, monkeypatch):
+    def flagged(*arguments):
+        extremes = numerics.no_extremes(*arguments)
+        extremes[..., 0] = 1
+        return extremes
+
+    monkeypatch.setattr(interval, "no_extremes", flagged)
+    properties.check_agrees_with_oracle(shape, WHERE)
+    computed = {name: {constants["EXTREME"] for constants, _, parted in simulated[name].launches if parted} for name in BACKWARD_KERNELS}
+    idle = ("wide_kernels" if shape.head_dim_qk <= 128 else "selected_kernels", "backward_kernel")
+    assert computed == {name: set() if name == idle else {True} for name in BACKWARD_KERNELS}
 
 
 @pytest.mark.usefixtures("simulated")

@@ -213,7 +213,7 @@ def position_of(number, num_tiles, num_columns):
 
 @triton.jit
 def program_position(num_tiles, num_columns):
-    """Return `position_of` this program."""
+    """Return tile, column of sequences and group of this program; see `position_of`."""
     return position_of(tl.program_id(0), num_tiles, num_columns)
 
 

@@ -251,8 +251,8 @@ def _store(
 
 
 @gluon.jit
-def _place_of(item, sequences, G: gl.constexpr, PACKED: gl.constexpr):
-    """Return the tile's number in its sequence, split, sequence and group of an item, and whether this tile exists."""
+def _locate_item(item, sequences, PACKED: gl.constexpr):
+    """Return an item's tile (its number in the sequence), split, sequence and group, and whether the tile exists."""
     cu_tiles_ptr, num_sequences, num_tiles, num_splits, num_columns, search_steps = sequences
     tile, sequence, group = position_of(item, num_tiles * num_splits, num_columns)
     # late splits first: their queries see every key, those of early splits only some
@@ -400,14 +400,14 @@ def dkdv_kernel(
     )  # fmt: skip
     if EXTREME:
         for item in range(gl.program_id(0), num_tiles * num_splits * num_columns * G, gl.num_programs(0)):
-            tile, split, sequence, group, exists = _place_of(item, sequences, G, PACKED)
+            tile, split, sequence, group, exists = _locate_item(item, sequences, PACKED)
             if exists:
                 _compute_tile(
                     tile, split, sequence, group, work, H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW,
                     PACKED, CACHED, GATED, ROWS, KEYS, STAGES, EXTREME, LOADER_REGISTERS, PART_REGISTERS,
                 )  # fmt: skip
     else:
-        tile, split, sequence, group, exists = _place_of(gl.program_id(0), sequences, G, PACKED)
+        tile, split, sequence, group, exists = _locate_item(gl.program_id(0), sequences, PACKED)
         if PACKED and not exists:
             return
         _compute_tile(

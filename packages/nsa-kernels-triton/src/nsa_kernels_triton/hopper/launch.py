@@ -181,7 +181,7 @@ def _launch_both(kernel: Any, num_programs: int, per_multiprocessor: int, q: Ten
 
     The kernel with EXTREME, which limits weights, runs if the flag of `no_extremes` is set; otherwise the other one runs. The host never
     reads the flag. If one kernel had both loops, the usual loop would have fewer registers and more instructions. The launch with EXTREME
-    has no more programs than fit the GPU at once, `per_multiprocessor` on each multiprocessor, because it nearly always returns.
+    has no more programs than fit the GPU, `per_multiprocessor` on each multiprocessor, because they nearly always return at once.
     """
     few = min(num_programs, per_multiprocessor * num_multiprocessors(q))
     kernel.both(((num_programs,), (few,)), "EXTREME")(q, *arguments, **constants)

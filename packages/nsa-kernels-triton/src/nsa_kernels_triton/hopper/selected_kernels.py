@@ -67,7 +67,7 @@ def _start_of(tile, entries_ptr, num_rows, HG: gl.constexpr, ROWS: gl.constexpr,
     if IS_RELATIVE and ROWS % HG == 0:
         query = tile * (ROWS // HG)
         if HG % 16 != 0:
-            # otherwise the loop would keep an address for each of a thread's rows
+            # the loop would keep an address for each of a thread's rows. With 16 heads these addresses have constant distances
             query = opaque(query)
         return entries_ptr + query, gl.to_tensor(0), num_rows - row
     return entries_ptr, row, num_rows

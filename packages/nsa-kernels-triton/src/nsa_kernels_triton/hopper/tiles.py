@@ -23,12 +23,12 @@ power_of_two = gluon.jit(tiles.power_of_two.fn)
 
 
 @gluon.jit
-def invalidate(first, second, STAGES: gl.constexpr):
-    """End the barriers of two rings after all warps have used them; a loop's next item then initialises them again."""
+def invalidate(full, empty, STAGES: gl.constexpr):
+    """Invalidate the barriers of a ring buffer, after all warps have used them, so that the next item can initialise them again."""
     barrier()
     for stage in gl.static_range(STAGES):
-        mbarrier.invalidate(first.index(stage))
-        mbarrier.invalidate(second.index(stage))
+        mbarrier.invalidate(full.index(stage))
+        mbarrier.invalidate(empty.index(stage))
     barrier()
 
 
@@ -194,7 +194,10 @@ def reciprocal(x):
 
 @gluon.jit
 def opaque(x):
-    """Return the int32 x. The compiler does not know its value, so it keeps no address that depends on it from one pass of a loop to the next."""
+    """Return x, int32, through an instruction whose result the compiler does not know.
+
+    It then keeps no address that depends on x from one iteration to the next.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=True, pack=1)
 
 
