@@ -20,10 +20,9 @@ from nsa_kernels_triton.hopper.tiles import (
     find_sequence,
     invalidate,
     load_tile,
-    lowered_by,
+    lowerings,
     mask_of,
     position_of,
-    power_of_two,
     query_rows,
     restrained,
     start_next,
@@ -389,10 +388,7 @@ def dkdv_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.load(extremes_ptr) != EXTREME:
         return
-    lowering = 1.0
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        scale *= power_of_two(lowered_by(extremes_ptr))
+    lowering, scale = lowerings(extremes_ptr, scale, dtype)
     sequences = (cu_tiles_ptr, num_sequences, num_tiles, num_splits, num_columns, search_steps)
     work = (
         q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr, cu_seqlens_ptr, cu_keys_ptr, query_start_ptr, query_count_ptr,

@@ -20,9 +20,8 @@ from nsa_kernels_triton.hopper.tiles import (
     dscores_of,
     load_keys,
     load_tile,
-    lowered_by,
+    lowerings,
     mask_of,
-    power_of_two,
     restrained,
     start_scores,
     store_tile,
@@ -282,10 +281,7 @@ def dq_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.load(extremes_ptr) != EXTREME:
         return
-    lowering = 1.0
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        scale *= power_of_two(lowered_by(extremes_ptr))
+    lowering, scale = lowerings(extremes_ptr, scale, dtype)
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(K2, 16)], dtype)
     V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, V1], dtype)

@@ -24,11 +24,10 @@ from nsa_kernels_triton.hopper.tiles import (
     hand_over,
     invalidate,
     load_tile,
-    lowered_by,
+    lowerings,
     mask_of,
     opaque,
     power_near_one,
-    power_of_two,
     reciprocal,
     restrained,
     start_next,
@@ -356,11 +355,7 @@ def backward_kernel(
     if (gl.program_id(0) >= num_items) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    lowering = 1.0
-    dk_scale = scale
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        dk_scale *= power_of_two(lowered_by(extremes_ptr))
+    lowering, dk_scale = lowerings(extremes_ptr, scale, dtype)
     work = (
         q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, first_row, num_pieces, scale, factor, lowering, dk_scale,

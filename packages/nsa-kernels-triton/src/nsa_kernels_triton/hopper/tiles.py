@@ -33,6 +33,16 @@ def invalidate(full, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def lowerings(extremes_ptr, scale, dtype: gl.constexpr):
+    """Return the factor that lowers dS, and `scale` times its inverse for the sums of dS. The factor is 1 except for float16."""
+    lowering = 1.0
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale = scale * power_of_two(lowered_by(extremes_ptr))
+    return lowering, scale
+
+
+@gluon.jit
 def dscores_of(weights, dweights, delta, lowering, EXTREME: gl.constexpr, dtype: gl.constexpr):
     """Return dS in `dtype`. For float16 it is multiplied by `lowering`, so that it does not overflow."""
     dscores = weights * (dweights - delta)

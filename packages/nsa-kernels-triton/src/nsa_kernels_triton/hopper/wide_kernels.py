@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
-from nsa_kernels_triton.hopper.tiles import barrier, dscores_of, invalidate, load_tile, lowered_by, power_of_two, start_next
+from nsa_kernels_triton.hopper.tiles import barrier, dscores_of, invalidate, load_tile, lowerings, start_next
 
 
 @gluon.jit
@@ -231,11 +231,7 @@ def backward_kernel(
     if (gl.program_id(0) >= num_items) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    lowering = 1.0
-    dk_scale = scale
-    if dtype == gl.float16:
-        lowering = power_of_two(-lowered_by(extremes_ptr))
-        dk_scale *= power_of_two(lowered_by(extremes_ptr))
+    lowering, dk_scale = lowerings(extremes_ptr, scale, dtype)
     work = (
         q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, first_row, num_pieces, scale, factor, lowering, dk_scale,
