@@ -38,6 +38,12 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
     assert backends == {"dense": {}, "nsa": {"cmp": "sdpa"}, "last": {}}
 
 
+def test_a_text_may_name_the_seed(plan_file: Path) -> None:
+    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "dense-{seed}"'))
+    found = {(trial.variant.arm, trial.seed, trial.config.train.init_from) for trial in load_plan(str(plan_file)).trials}
+    assert found == {("dense", 3, None), ("dense", 4, None), ("nsa", 3, "dense-3"), ("nsa", 4, "dense-4")}
+
+
 @pytest.mark.parametrize(
     ("was", "becomes", "message"),
     [

@@ -199,6 +199,14 @@ def test_every_trial_is_checked_before_the_first_starts(plan_file: Path, capsys:
     assert not (plan_file.parent / "out").exists()
 
 
+def test_the_first_weights_of_every_seed_are_looked_for_before_the_first_trial(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "none-{seed}"'))
+    assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out")]) == 2
+    said = capsys.readouterr().err
+    assert all(f"train.init_from='none-{seed}'" in said for seed in (3, 4)), said
+    assert not (plan_file.parent / "out").exists()
+
+
 def test_a_failure_is_told_by_the_runs_own_last_message(folders: list[TrialFolder]) -> None:
     folders[0].log.write_text("step 0001\nnsa-train: belongs to another process\nstep 0002 of that process\n")
     assert running._ended(folders[0], 2).endswith("): nsa-train: belongs to another process")

@@ -2,7 +2,7 @@
 
 recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
 baseline = "dense"                   # the arm that the others are compared with; optional
-seeds = [0, 1, 2]                    # values of train.seed: initial weights differ, the data keep their order
+seeds = [0, 1, 2]                    # values of train.seed: initial weights differ, the data keep their order; "{seed}" in a text is the seed
 
 [set]                                # keys of every trial
 train.steps = 900
@@ -240,9 +240,14 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
-                settings = {**common, **_keys(keys), **dict(point), SEED: seed}
+                settings = _of_seed({**common, **_keys(keys), **dict(point), SEED: seed}, seed)
                 variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
+
+
+def _of_seed(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the settings with the seed in place of "{seed}" in texts, so that each trial can begin with weights of its own (`train.init_from`)."""
+    return {key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value for key, value in settings.items()}
 
 
 def _plain(value: Any) -> int | float | str:

@@ -81,15 +81,18 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
 
 
 def check_trials(trials: Iterable[Trial], root: Path) -> None:
-    """Check every rule of the trials below `root` that are not finished, as `nsa-train preflight` does; one seed of each variant.
+    """Check every rule of the unfinished trials below `root`, as `nsa-train preflight` does.
+
+    Of each variant one seed is checked, and every seed that begins with other weights.
 
     Raises:
         OptionError: with a line for each rule that a trial breaks.
     """
-    unfinished = {trial.variant: TrialFolder(root, trial) for trial in trials if not TrialFolder(root, trial).judged.is_file()}
+    folders = (TrialFolder(root, trial) for trial in trials)
+    unfinished = {(folder.trial.variant, folder.trial.config.train.init_from): folder for folder in folders if not folder.judged.is_file()}
     problems: list[str] = []
     opened: list[tuple[Any, ...]] = []
-    for variant, folder in unfinished.items():
+    for (variant, _), folder in unfinished.items():
         config = folder.trial.config
         # a corpus is opened once for all variants that read it alike
         reading = config.data, config.train.seq_len, config.train.batch_size, config.train.eval_batches
