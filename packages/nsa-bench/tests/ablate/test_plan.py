@@ -38,10 +38,19 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
     assert backends == {"dense": {}, "nsa": {"cmp": "sdpa"}, "last": {}}
 
 
-def test_a_text_may_name_the_seed(plan_file: Path) -> None:
-    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "dense-{seed}"'))
-    found = {(trial.variant.arm, trial.seed, trial.config.train.init_from) for trial in load_plan(str(plan_file)).trials}
-    assert found == {("dense", 3, None), ("dense", 4, None), ("nsa", 3, "dense-3"), ("nsa", 4, "dense-4")}
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "a-{seed}"'), ("train.lr = [1e-3, 1e-2]", 'train.init_from = ["a-{seed}"]')],
+)
+def test_seed_in_braces_becomes_the_trials_seed(plan_file: Path, was: str, becomes: str) -> None:
+    plan_file.write_text(plan_file.read_text().replace(was, becomes))
+    plan = load_plan(str(plan_file), ["nsa.backends={cmp='b-{seed}'}"])
+    found = [
+        (trial.seed, trial.config.train.init_from, trial.config.nsa.backends["cmp"]) for trial in plan.trials if trial.variant.arm == "nsa"
+    ]
+    assert set(found) == {(seed, f"a-{seed}", f"b-{seed}") for seed in (3, 4)}
+    # a variant is one line of the table for all seeds
+    assert len(plan.variants) == len(plan.trials) / 2
 
 
 @pytest.mark.parametrize(

@@ -199,12 +199,28 @@ def test_every_trial_is_checked_before_the_first_starts(plan_file: Path, capsys:
     assert not (plan_file.parent / "out").exists()
 
 
-def test_the_first_weights_of_every_seed_are_looked_for_before_the_first_trial(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_seed_that_reads_other_files_is_checked(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "none-{seed}"'))
     assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out")]) == 2
     said = capsys.readouterr().err
-    assert all(f"train.init_from='none-{seed}'" in said for seed in (3, 4)), said
+    assert all(said.count(f"nsa, lr=0.001: train.init_from='none-{seed}'") == 1 for seed in (3, 4)), said
     assert not (plan_file.parent / "out").exists()
+
+
+def test_seeds_of_equal_recipes_are_checked_once(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def fail(folder: TrialFolder, *, opens_data: bool) -> list[str]:
+        checked.append(folder.trial.variant.arm)
+        return ["a rule is broken"]
+
+    monkeypatch.setattr(running, "_failed", fail)
+    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "none-{seed}"'))
+    with pytest.raises(OptionError) as refused:
+        running.check_trials(load_plan(str(plan_file)).trials, plan_file.parent / "out")
+    assert sorted(checked) == ["dense", "dense", "nsa", "nsa", "nsa", "nsa"]
+    # a rule that several seeds break is one line
+    assert str(refused.value).count("nsa, lr=0.001: a rule is broken") == 1
 
 
 def test_a_failure_is_told_by_the_runs_own_last_message(folders: list[TrialFolder]) -> None:

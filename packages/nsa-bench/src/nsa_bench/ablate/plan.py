@@ -240,14 +240,18 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
-                settings = _of_seed({**common, **_keys(keys), **dict(point), SEED: seed}, seed)
+                settings = {key: _with_seed(value, seed) for key, value in {**common, **_keys(keys), **dict(point), SEED: seed}.items()}
                 variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
 
 
-def _of_seed(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the settings with the seed in place of "{seed}" in texts, so that each trial can begin with weights of its own (`train.init_from`)."""
-    return {key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value for key, value in settings.items()}
+def _with_seed(value: Any, seed: int) -> Any:
+    """Return the value with the seed in place of "{seed}" in its texts, so that each trial can begin with weights of its own (`train.init_from`)."""
+    if isinstance(value, str):
+        return value.replace("{seed}", str(seed))
+    if isinstance(value, list):
+        return [_with_seed(item, seed) for item in value]
+    return {key: _with_seed(item, seed) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> int | float | str:
