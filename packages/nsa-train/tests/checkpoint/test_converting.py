@@ -252,7 +252,7 @@ def test_the_page_runs(
     # test_dense_export.py runs the section that is cut off
     own = PAGE.read_text().partition("## From a dense run of your own")[0]
     commands = re.findall(r"^nsa-train (convert .*)$", own, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         assert run_command(shlex.split(command)) == 0
     # the line that the page gives is the one that is printed
