@@ -240,7 +240,7 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
-                settings = {key: _with_seed(value, seed) for key, value in {**common, **_keys(keys), **dict(point), SEED: seed}.items()}
+                settings = _with_seed({**common, **_keys(keys), **dict(point), SEED: seed}, seed)
                 variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
 
