@@ -15,6 +15,7 @@ import pytest
 from cyclopts import CycloptsError
 
 import nsa_core
+from nsa_core import CacheOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -231,6 +232,25 @@ def test_reference_lists_every_public_name_of_nsa_core():
     listed = {word.removeprefix("nsa_core.").partition("(")[0] for word in words}
     assert set(nsa_core.__all__) - listed == set()
     assert [name for name in nsa_core.__all__ if not hasattr(nsa_core, name)] == []
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("BlockGeometry", nsa_core.BlockGeometry), ("NSAConfig", nsa_core.NSAConfig)])
+def test_the_page_of_nsa_core_lists_every_field_of_a_configuration(heading, kind):
+    values = {field.name: field.default for field in attrs.fields(kind)}
+    made = {name: value.factory() if isinstance(value, attrs.Factory) else value for name, value in values.items()}
+    assert fields_on_page(heading) == {name: None if value is attrs.NOTHING else value for name, value in made.items()}
+
+
+def test_the_page_of_nsa_core_lists_every_option_of_a_cache():
+    assert fields_on_page("new_cache") == {name: CacheOptions._field_defaults[name] for name in CacheOptions._fields}
+
+
+def fields_on_page(heading):
+    """Return the default of every field in the table below `heading`; None for a required field."""
+    text = (DOCS / "reference/nsa-core.md").read_text(encoding="utf-8")
+    section = text.partition(f"### {heading}\n")[2].partition("\n#")[0]
+    cells = re.findall(r"^\| `(\w+)` \|([^|]*)\|", section, re.MULTILINE)
+    return {name: eval(cell.strip(" `") or "None", vars(nsa_core)) for name, cell in cells}
 
 
 @pytest.mark.parametrize("package", ["nsa-train", "nsa-bench"])

@@ -74,7 +74,7 @@ def best_dense(measurements: list[Measurement]) -> DenseTimes:
 
 
 def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -> Table:
-    columns = ("", "runs on", *(f"{direction} ms" for direction in Direction), "peak GiB", "error", "limit")
+    columns = ("", "runs on", *(f"{direction} ms" for direction in Direction), "peak GiB", "error", "error / limit")
     table = Table(*columns, box=box.SIMPLE, pad_edge=False, title=Text(str(case), style="bold"), title_justify="left")
     table.caption, table.caption_justify = _caption(measurements), "left"
     lines: dict[tuple[str, str], list[Measurement]] = {}

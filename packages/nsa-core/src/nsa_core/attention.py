@@ -37,20 +37,22 @@ class CallKeywords(TypedDict, total=False):
     """Factor of the scores q . k; None: D_k ** -0.5."""
     cu_seqlens: Tensor | None
     """int32 (N + 1,), cumulative lengths of sequences packed in one row (B = 1), as in FlashAttention. Positions and blocks count from
-    each sequence's start. Together with query_start and page_table (ragged batch), they bound the query rows of each sequence."""
+    each sequence's start. Together with query_start and page_table (ragged batch), they bound the query rows of each sequence. None: each
+    batch entry is a sequence."""
     max_seqlen: int | None
     """Upper bound on the tokens of a sequence, a Python int. None: the longest sequence on a CPU, the size of the tensors on other
     devices, where reading the lengths would wait."""
     query_start: Tensor | None
-    """int32 (B,), position of each sequence's first query row. The keys then hold the whole sequence, as in a cache."""
+    """int32 (B,), position of each sequence's first query row. The keys then hold the whole sequence, as in a cache. None:
+    position 0."""
     query_count: Tensor | None
-    """int32 (B,), valid query rows per sequence; later rows give out 0, lse -inf."""
+    """int32 (B,), valid query rows per sequence; later rows give out 0, lse -inf. None: all rows are valid."""
     page_table: PageTables
     """int32 (B, max_pages), the page numbers of each sequence, in order; keys are then (pages, page_size, G, D). Needs query_start.
     One table serves all stores: page i of k_cmp holds the page_size / d blocks that begin in page i of the tokens. A pair is a table
-    for the tokens and one for k_cmp and v_cmp."""
+    for the tokens and one for k_cmp and v_cmp. None: the keys are not paged."""
     backend: Backends
-    """"auto", a backend's name, or names by operation; a name never falls back."""
+    """"auto" (the default), a backend's name, or names by operation; a name never falls back."""
     registry: BackendRegistry | None
     """Registry in which backends are looked up; None: the backends of the installed packages."""
 

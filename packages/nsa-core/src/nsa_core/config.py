@@ -278,6 +278,7 @@ class NSAConfig:
     """
 
     hidden_size: int = field(validator=_integer_at_least(1))
+    """Columns of x and of the layer's output."""
     num_heads: int = field(validator=_integer_at_least(1, "num_kv_heads"))
     """H: query heads."""
     num_kv_heads: int = field(validator=_integer_at_least(1))
@@ -287,14 +288,17 @@ class NSAConfig:
     head_dim_v: int = field(validator=_integer_at_least(1))
     """D_v; may differ from D_k."""
     geometry: BlockGeometry = field(factory=BlockGeometry)
+    """Sizes of blocks and window."""
     compressor: Compressor = field(default="mlp", validator=_one_of(get_args(Compressor)))
     """The kind of phi (Eq. 7); K and V each have their own phi."""
     gate: GateKind = field(default="sigmoid", validator=_one_of(get_args(GateKind)))
+    """`sigmoid`: each gate is in (0, 1), independent of the others. `softmax`: the gates of a head sum to 1; needs two branches or more."""
     gate_hidden_size: int = field(default=64, validator=_integer_at_least(1))
     """Width of the gate MLP's hidden layer."""
     gate_temperature: float = field(default=1.0, validator=_number_above_zero)
     """Divisor of the gate logits before the sigmoid or softmax."""
     rope_theta: float = field(default=10000.0, validator=_number_above_zero)
+    """Base of RoPE's frequencies."""
     rope_scaling: RopeScaling | None = field(default=None, converter=converters.optional(_to_rope_scaling))
     """A `RopeScaling`, or a mapping of its fields (Hugging Face's keys work too); None: no scaling."""
     compressed_rope: CompressedRope = field(default="block_end", validator=_one_of(get_args(CompressedRope)))
