@@ -108,8 +108,8 @@ def _mapped_rows(tracks: Tensor, positions: Tensor, num_blocks: int, geometry: B
     # the nearest other blocks if blocks are missing, the nearest recorded ones if there are too many
     nearness = torch.arange(num_blocks + 1, device=positions.device) / (num_blocks + 1)
     scores = nearness.expand(*chosen.shape[:2], -1).clone()
-    place = torch.where(is_free, block, num_blocks)
-    scores.scatter_(-1, place, 2 + nearness[place])
+    target = torch.where(is_free, block, num_blocks)
+    scores.scatter_(-1, target, 2 + nearness[target])
     return choose_blocks(scores[..., :num_blocks], positions.unsqueeze(-1), geometry)
 
 
@@ -128,8 +128,8 @@ def pointing_queries(case: Case, block_indices: Tensor, k_cmp: Tensor) -> Tensor
     for length in case.sequence_lengths:
         rows, num_blocks = slice(first_row, first_row + length), num_compressed_blocks(length, geometry)
         for head in range(shape.num_heads if num_blocks else 0):
-            group, place = divmod(head, per_group)
-            for slot in free[place::per_group] or free[place % len(free) : place % len(free) + 1] if free else ():
+            group, number = divmod(head, per_group)
+            for slot in free[number::per_group] or free[number % len(free) : number % len(free) + 1] if free else ():
                 block = block_indices[rows, group, slot].long()
                 middle = block * geometry.selection_block_size + (geometry.selection_block_size - geometry.compression_block_size) // 2
                 keys = k_cmp[first_block + (middle // geometry.compression_stride).clamp(0, num_blocks - 1), group]

@@ -100,8 +100,8 @@ class LayerTelemetry(AttentionObserver):
     @torch.no_grad()
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
         """Note gates `(B, S, H, 3)`; only tokens where `has_compressed`, bool `(B, S)`, is True count."""
-        places = [("cmp", "slc", "win").index(branch) for branch in branches]
-        kept = torch.stack([gates[..., place] for place in places], -1).double()
+        columns = [("cmp", "slc", "win").index(branch) for branch in branches]
+        kept = torch.stack([gates[..., column] for column in columns], -1).double()
         shares = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
         entropy, largest = -torch.special.xlogy(shares, shares).sum(-1), shares.amax(-1)
         counts = has_compressed.unsqueeze(-1)
@@ -109,10 +109,10 @@ class LayerTelemetry(AttentionObserver):
         self.figures["gate_entropy_min"] = _least(entropy, counts)
         self.figures["gate_max_gate"] = _mean(largest, counts)
         self.figures["gate_collapse_frac"] = _mean((entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE), counts)
-        for place, branch in enumerate(branches):
-            gate = kept[..., place]
+        for column, branch in enumerate(branches):
+            gate = kept[..., column]
             mean = _mean(gate, counts)
-            self.figures[f"gate_share_{branch}"] = _mean(shares[..., place], counts)
+            self.figures[f"gate_share_{branch}"] = _mean(shares[..., column], counts)
             self.figures[f"gate_mean_{branch}"] = mean
             self.figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
 

@@ -331,13 +331,13 @@ def sample(
 
     if backend is not None:
         checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
-    place = torch_device(device)
-    uses = uses_of_sample(checkpoint.config, machine_of(place))
+    target = torch_device(device)
+    uses = uses_of_sample(checkpoint.config, machine_of(target))
     if problems := refused_backends(checkpoint.config, uses, advice="use --backend auto"):
         asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
         raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
-    model = load_model(checkpoint).to(place, sample_dtype(checkpoint.config, device))
+    model = load_model(checkpoint).to(target, sample_dtype(checkpoint.config, device))
     sampling = Sampling(tokens, temperature, top_p, seed, tuple(stop or ()))
     for text in texts:
         print(text, end="", flush=True)

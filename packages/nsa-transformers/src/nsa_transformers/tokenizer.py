@@ -118,14 +118,14 @@ def byte_alphabet() -> dict[int, str]:
     """Return byte -> its character in byte-level tokenizers: the byte's own character if it is printable, else one from U+0100 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printing]
-    return {**{byte: chr(byte) for byte in printing}, **{byte: chr(NUM_BYTES + place) for place, byte in enumerate(others)}}
+    return {**{byte: chr(byte) for byte in printing}, **{byte: chr(NUM_BYTES + number) for number, byte in enumerate(others)}}
 
 
 def split_by_rank(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     """Return the two parts whose merge gives `token`: pairs of bytes are merged, lowest rank first, until two parts remain."""
-    parts = [token[place : place + 1] for place in range(len(token))]
+    parts = [token[start : start + 1] for start in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
-        place = pairs.index(min(pairs))
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        first = pairs.index(min(pairs))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return parts

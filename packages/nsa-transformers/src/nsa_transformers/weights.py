@@ -201,7 +201,7 @@ def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None
         with safe_open(file, "pt") as opened:
             found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     held = {name.split(".")[1] for name in found if name.startswith("blocks.")}
-    if missing := [f"blocks.{place}" for place in range(config.num_hidden_layers) if str(place) not in held]:
+    if missing := [f"blocks.{layer_index}" for layer_index in range(config.num_hidden_layers) if str(layer_index) not in held]:
         require_whole({"missing_keys": missing}, str(folder))
     wanted: dict[str, tuple[int, ...]] = {
         "embedding.weight": (config.vocab_size, config.hidden_size),
@@ -209,13 +209,13 @@ def require_shapes(folder: Path, config: Any, block: Any, *, variant: str | None
         "norm.weight": (config.hidden_size,),
     }
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    for place, layer in enumerate(config.decoder_layers()):
+    for layer_index, layer in enumerate(config.decoder_layers()):
         # layers that a pattern repeats are one object, and are built once
         if id(layer) not in shapes:
             with weightless():
                 weights = block(config.sizes(), layer.build).state_dict()
             shapes[id(layer)] = {name: tuple(weight.shape) for name, weight in weights.items()}
-        wanted |= {f"blocks.{place}.{name}": shape for name, shape in shapes[id(layer)].items()}
+        wanted |= {f"blocks.{layer_index}.{name}": shape for name, shape in shapes[id(layer)].items()}
     others = [(name, shape, wanted[name]) for name, shape in found.items() if shape != wanted.get(name, shape)]
     require_whole({"mismatched_keys": others}, str(folder))
 

@@ -196,10 +196,10 @@ def _replaced_by_the_grid(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[str]:
     """Yield each override of a key that the grid or an arm sets."""
-    places = {"grid": content.get("grid", {}), **{f"arms.{name}": keys for name, keys in content["arms"].items()}}
-    for place, table in places.items():
+    sections = {"grid": content.get("grid", {}), **{f"arms.{name}": keys for name, keys in content["arms"].items()}}
+    for section, table in sections.items():
         for key in overrides.keys() & _keys(table).keys():
-            yield f"--set {key}={overrides[key]!r} is not read (section {place} of {source} sets it); change it there"
+            yield f"--set {key}={overrides[key]!r} is not read (section {section} of {source} sets it); change it there"
 
 
 def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:

@@ -93,7 +93,7 @@ class PageTable:
             raise CacheOverflowError(
                 f"sequence {sequence} would hold {num_tokens} tokens (the cache was built for max_seqlen={self.max_seqlen}); reserve fewer"
             )
-        shared = [place for place in range(first, len(pages)) if self._num_readers[pages[place]] > 1]
+        shared = [page_index for page_index in range(first, len(pages)) if self._num_readers[pages[page_index]] > 1]
         count = len(shared) + max(needed - len(pages), 0)
         if count > self.num_free:
             raise CacheOverflowError(
@@ -103,9 +103,9 @@ class PageTable:
         if not count:
             return Copies([], [])
         fresh = nsmallest(count, self._free)
-        copies = Copies([pages[place] for place in shared], fresh[: len(shared)])
-        for place, page in zip(shared, fresh, strict=False):
-            pages[place] = page
+        copies = Copies([pages[page_index] for page_index in shared], fresh[: len(shared)])
+        for page_index, page in zip(shared, fresh, strict=False):
+            pages[page_index] = page
         self._replace(sequence, pages + fresh[len(shared) :])
         return copies
 
@@ -157,7 +157,7 @@ class PageTable:
         """Update the extents of `sequences`, in place."""
         for sequence in sequences:
             have = self._pages[sequence]
-            shared = next((place + 1 for place in reversed(range(len(have))) if self._num_readers[have[place]] > 1), 0)
+            shared = next((page_index + 1 for page_index in reversed(range(len(have))) if self._num_readers[have[page_index]] > 1), 0)
             self._host_extents[0, sequence] = min(len(have) * self.page_size, self.max_seqlen)
             self._host_extents[1, sequence] = shared * self.page_size
         self.extents.copy_(self._host_extents, non_blocking=True)

@@ -142,7 +142,7 @@ def _row(t: int, geometry: BlockGeometry, count: int, holes: bool, generator: to
         return row
     order = torch.randperm(count, generator=generator).tolist()
     keep = torch.rand(count, generator=generator) < (0.0 if t % 7 == 3 else 0.6)
-    return [row[place] if keep[place] else -1 for place in order]
+    return [row[source] if keep[source] else -1 for source in order]
 
 
 def unpacked(shape: Shape) -> list[Shape]:

@@ -46,7 +46,7 @@ def branch_attention(
         q, *pairs, gates = tensors
         branches = (Operation.CMP, Operation.SLC, Operation.WIN)
         outs = [branch_attention(name, (q, *pairs[2 * i : 2 * i + 2]), block_indices, shape, scale) for i, name in enumerate(branches)]
-        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+        return torch.stack([out * gates[..., branch, None] for branch, out in enumerate(outs)]).sum(0)
     q, k, v = tensors
     if operation is Operation.CMP:
         k, v = k[:, : shape.num_blocks], v[:, : shape.num_blocks]
@@ -62,7 +62,7 @@ def _branch_mask(operation: Operation, block_indices: Tensor, shape: Shape) -> T
         parts = [compressed_mask(n, blocks.num_compressed_blocks(n, geometry), geometry) for n in lengths]
         diagonal: Tensor = torch.block_diag(*(part.float() for part in parts))
         return diagonal.bool()
-    ids = torch.cat([torch.full((length,), place) for place, length in enumerate(lengths)])
+    ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
     same = ids.unsqueeze(1) == ids
     if operation is Operation.WIN:
         return window_mask(shape.total, geometry) & same

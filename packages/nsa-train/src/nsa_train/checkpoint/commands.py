@@ -74,14 +74,14 @@ def verification(path: Path) -> list[Entry]:
     """
     found = []
     for folder in step_folders(locate_root(path)).values() or [locate_folder(path, "PATH")]:
-        size, problem, place = None, None, folder.resolve()
+        size, problem, resolved = None, None, folder.resolve()
         try:
             opened = open_checkpoint(folder).path
             size = sum((opened / name).stat().st_size for name in (*FILES, MANIFEST))
-            said = f"{place.name}  {_mib(size)} MiB verified"
+            said = f"{resolved.name}  {_mib(size)} MiB verified"
         except CheckpointError as error:
             said = problem = str(error)
-        content = {"name": place.name, "path": str(place), "is_whole": problem is None, "size_bytes": size, "problem": problem}
+        content = {"name": resolved.name, "path": str(resolved), "is_whole": problem is None, "size_bytes": size, "problem": problem}
         found.append(Entry(said, content))
     return found
 

@@ -43,7 +43,7 @@ def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
         # "." and ".." are not names
         named = start.out if start.out.name.strip(".") else start.out.resolve()
         out = named.with_name(named.name.removesuffix(SUFFIX) + SUFFIX)
-        is_run, is_synthetic_run = (RunDirectory(place).config.is_file() for place in (start.out, out))
+        is_run, is_synthetic_run = (RunDirectory(folder).config.is_file() for folder in (start.out, out))
         if resuming and (is_run or not is_synthetic_run) and out.resolve() != start.out.resolve():
             raise DataError(
                 f"{error}\n--synthetic-on-fail with --resume would change the data of {str(start.out)!r} (a run that goes on keeps its own); "

@@ -62,8 +62,8 @@ class TextStream:
         held = ""
         for piece in self._characters():
             held += piece
-            if (place := self._first_stop(held)) is not None:
-                yield held[:place]
+            if (start := self._first_stop(held)) is not None:
+                yield held[:start]
                 return
             ready = len(held) - self._begun_stop(held)
             yield held[:ready]
@@ -106,7 +106,7 @@ class TextStream:
                 logits = steps.step(index)
 
     def _first_stop(self, text: str) -> int | None:
-        return min((place for stop in self._sampling.stops if (place := text.find(stop)) >= 0), default=None)
+        return min((start for stop in self._sampling.stops if (start := text.find(stop)) >= 0), default=None)
 
     def _begun_stop(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that is a prefix of a stop."""

@@ -75,8 +75,8 @@ def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseFo
 def _architecture_of(config: NSAModelConfig) -> Architecture:
     """Return the first architecture with the `qkv_bias` and `qk_norm` of a dense model."""
     layers = config.decoder_layers()
-    for place, layer in enumerate(layers):
-        _require_dense(place, layer)
+    for layer_index, layer in enumerate(layers):
+        _require_dense(layer_index, layer)
     if config.head_dim_qk != config.head_dim_v:
         raise ConfigError(
             f"head_dim_qk={config.head_dim_qk} and head_dim_v={config.head_dim_v} differ (Llama, Qwen2 and Qwen3 have one head_dim for q, k "
@@ -97,16 +97,16 @@ def _architecture_of(config: NSAModelConfig) -> Architecture:
     return found
 
 
-def _require_dense(place: int, layer: Layer) -> None:
+def _require_dense(layer_index: int, layer: Layer) -> None:
     if layer.attention == "dense":
         return
     if layer.config.branches == ("win",):
         raise ConfigError(
-            f"layer {place} is a sliding window of {layer.config.geometry.window_size} tokens behind a gate (--format llama takes layers of "
+            f"layer {layer_index} is a sliding window of {layer.config.geometry.window_size} tokens behind a gate (--format llama takes layers of "
             f"full attention); {ELSEWHERE}"
         )
     raise ConfigError(
-        f"layer {place} is sparse, with branches={list(layer.config.branches)} (--format llama takes layers of full attention); {ELSEWHERE}"
+        f"layer {layer_index} is sparse, with branches={list(layer.config.branches)} (--format llama takes layers of full attention); {ELSEWHERE}"
     )
 
 

@@ -91,9 +91,9 @@ def tensor_shapes(config: NSAModelConfig) -> dict[str, tuple[int, ...]]:
     rows = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": rows}
     with weightless():
-        for place, layer in enumerate(config.decoder_layers()):
+        for layer_index, layer in enumerate(config.decoder_layers()):
             block = Block(config.sizes(), layer.build)
-            shapes |= {f"blocks.{place}.{name}": tuple(weight.shape) for name, weight in block.state_dict().items()}
+            shapes |= {f"blocks.{layer_index}.{name}": tuple(weight.shape) for name, weight in block.state_dict().items()}
     shapes["norm.weight"] = (config.hidden_size,)
     return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": rows}
 
@@ -102,35 +102,35 @@ def source_name(name: str) -> str:
     """Return the name that the tensor `name` has in the source; an empty string if the source does not have it."""
     if name in OF_MODEL:
         return OF_MODEL[name]
-    _blocks, place, rest = name.split(".", 2)
+    _blocks, layer_index, rest = name.split(".", 2)
     if found := COPIED.fullmatch(rest):
-        return f"model.layers.{place}.self_attn.{found[1]}.{found[2]}"
+        return f"model.layers.{layer_index}.self_attn.{found[1]}.{found[2]}"
     module, _, kind = rest.rpartition(".")
-    return f"model.layers.{place}.{OF_LAYER[module]}.{kind}" if module in OF_LAYER else ""
+    return f"model.layers.{layer_index}.{OF_LAYER[module]}.{kind}" if module in OF_LAYER else ""
 
 
-def made_tensors(config: NSAModelConfig, gates: Gates, place: int) -> dict[str, Tensor]:
-    """Return name -> tensor of the gate and phi of layer `place`, float32, initialised with the seed `place`.
+def made_tensors(config: NSAModelConfig, gates: Gates, layer_index: int) -> dict[str, Tensor]:
+    """Return name -> tensor of the gate and phi of layer `layer_index`, float32, initialised with the seed `layer_index`.
 
     phi starts as the mean. The gate's last weight is 0, and its last bias opens the branches that `gates` names.
     """
-    layer: NSAConfig = config.decoder_layers()[place].config
+    layer: NSAConfig = config.decoder_layers()[layer_index].config
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(place)
+        torch.manual_seed(layer_index)
         modules = nn.ModuleDict({"gate": GateMLP(layer.hidden_size, layer.num_heads, layer.gate_hidden_size)})
         for name, head_dim in (("compress_k", layer.head_dim_qk), ("compress_v", layer.head_dim_v)):
             modules[name] = build_compressor(layer.compressor, layer.num_kv_heads, head_dim, layer.geometry)
     tensors = modules.state_dict()
     tensors["gate.down.bias"] = gate_logits(layer, gates).repeat(layer.num_heads)
-    return {f"blocks.{place}.attention.{name}": value for name, value in tensors.items()}
+    return {f"blocks.{layer_index}.attention.{name}": value for name, value in tensors.items()}
 
 
 def _planned(name: str, shape: tuple[int, ...], source: Source, dtype: torch.dtype, made: Callable[[int], dict[str, Tensor]]) -> Planned:
     if copied := source_name(name):
         stored = source.tensors[copied]
         return Planned(name, stored.dtype, shape, stored)
-    place = int(name.split(".")[1])
-    return Planned(name, dtype, shape, lambda: made(place)[name])
+    layer_index = int(name.split(".")[1])
+    return Planned(name, dtype, shape, lambda: made(layer_index)[name])
 
 
 def _require_dtypes(source: Source) -> None:

@@ -117,7 +117,7 @@ def write_shards(
     `say` is called after each tensor, with the number of its bytes.
     """
     shards = _shards_of(planned, shard_bytes)
-    names = [f"model-{place:05}-of-{len(shards):05}.safetensors" for place in range(1, len(shards) + 1)]
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SAFE_WEIGHTS_NAME]
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
@@ -149,11 +149,11 @@ def _shards_of(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planne
 def _header(shard: Sequence[Planned]) -> bytes:
     """Return the first bytes of a file with the tensors `shard`: the length of the header, then the header, padded to a multiple of 8 bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **UNSEALED}}
-    place = 0
+    start = 0
     for tensor in shard:
-        end = place + tensor.nbytes
-        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
+        end = start + tensor.nbytes
+        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -106,7 +106,7 @@ def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
             f"--layers has {len(pattern)} entries, the model {len(windows)} layers (the pattern is repeated, whole); "
             f"use {' or '.join(map(str, fitting))} entries"
         )
-    entries = [_with_window(entry, options.nsa, windows[place :: len(pattern)]) for place, entry in enumerate(pattern)]
+    entries = [_with_window(entry, options.nsa, windows[layer_index :: len(pattern)]) for layer_index, entry in enumerate(pattern)]
     if all(entry in ("dense", {"attention": "dense"}) for entry in entries):
         return {"attention": "dense"}
     return {"layers": None if entries == ["nsa"] else entries}
@@ -123,7 +123,7 @@ def _with_window(entry: Any, table: Mapping[str, Any], windows: Sequence[int | N
 
 def _require_windows(source: Source, found: NSAModelConfig) -> None:
     """Raise ConfigError unless every sliding layer becomes a window of its size, and every sparse layer reads tokens."""
-    for place, (window, layer) in enumerate(zip(source.windows, found.decoder_layers(), strict=True)):
+    for layer_index, (window, layer) in enumerate(zip(source.windows, found.decoder_layers(), strict=True)):
         geometry = layer.config.geometry
         if layer.attention == "nsa":
             dense_branch(layer.config)
@@ -131,11 +131,11 @@ def _require_windows(source: Source, found: NSAModelConfig) -> None:
             continue
         if layer.attention != "nsa" or layer.config.branches != ("win",):
             raise ConfigError(
-                f"sliding_window={window}: {OPEN_WINDOW}, and layer {place} is none; use --layers '{_pattern(source.windows)}'"
+                f"sliding_window={window}: {OPEN_WINDOW}, and layer {layer_index} is none; use --layers '{_pattern(source.windows)}'"
             )
         if geometry.window_size != window:
             raise ConfigError(
-                f"sliding_window={window}: {OPEN_WINDOW}, and layer {place} has window_size={geometry.window_size}; use window_size = {window}"
+                f"sliding_window={window}: {OPEN_WINDOW}, and layer {layer_index} has window_size={geometry.window_size}; use window_size = {window}"
             )
 
 

@@ -81,16 +81,16 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
     tensors = stored_in(weight_files(folder))
     theirs, ours = (_embedded(stored, ids) for stored in (source.tensors[EMBEDDING], tensors["embedding.weight"]))
     largest = 0.0
-    for place, layer in enumerate(layers):
+    for layer_index, layer in enumerate(layers):
         rows, attended = torch.randn(theirs.shape, generator=generator), list[Tensor]()
-        expected = _source_layer(source, place, num_tokens, attended)(torch.cat([theirs, rows]))
-        found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids), attended)(torch.cat([ours, rows]))
+        expected = _source_layer(source, layer_index, num_tokens, attended)(torch.cat([theirs, rows]))
+        found = _converted_layer(conversion, layer, _below(f"blocks.{layer_index}.", tensors), len(ids), attended)(torch.cat([ours, rows]))
         theirs, ours = expected[: len(ids)], found[: len(ids)]
         # compare outputs without the residual, which would hide the layer's contribution, and attention by itself, which the MLP would hide
         added = (expected[len(ids) :] - rows, found[len(ids) :] - rows)
         for pair in (added, [x[len(ids) :] for x in attended]):
-            largest = max(largest, _checked_difference(place, *pair))
-        say(f"verified layer {place + 1} of {len(layers)}")
+            largest = max(largest, _checked_difference(layer_index, *pair))
+        say(f"verified layer {layer_index + 1} of {len(layers)}")
     norms = (source.tensors["model.norm.weight"], tensors["norm.weight"])
     theirs, ours = (
         nn.functional.rms_norm(x, x.shape[-1:], whole(norm), source.config.rms_norm_eps)
@@ -125,16 +125,16 @@ def _noted(attended: list[Tensor]) -> Callable[..., None]:
     return note
 
 
-def _source_layer(source: Source, place: int, num_tokens: int, attended: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return Transformers' own layer `place`, with the causal mask of its window, as a function that maps states `(B, num_tokens, hidden)`."""
+def _source_layer(source: Source, layer_index: int, num_tokens: int, attended: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return Transformers' own layer `layer_index`, with the causal mask of its window, as a function that maps states `(B, num_tokens, hidden)`."""
     source.config._attn_implementation = "eager"
     with weightless():
-        module: Any = source.part("DecoderLayer")(source.config, place)
-    layer: Any = streamed(module, _below(f"model.layers.{place}.", source.tensors))
+        module: Any = source.part("DecoderLayer")(source.config, layer_index)
+    layer: Any = streamed(module, _below(f"model.layers.{layer_index}.", source.tensors))
     layer.self_attn.register_forward_hook(_noted(attended))
     positions = torch.arange(num_tokens)
     distance = positions[:, None] - positions
-    is_visible = (distance >= 0) & (distance < (source.windows[place] or num_tokens))
+    is_visible = (distance >= 0) & (distance < (source.windows[layer_index] or num_tokens))
     mask = torch.zeros(num_tokens, num_tokens).masked_fill(~is_visible, -inf)[None, None]
 
     def run(x: Tensor) -> Tensor:
@@ -162,14 +162,14 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
     return block  # type: ignore[no-any-return]
 
 
-def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference of outputs of layer `place`, as a share of the largest output; 0 if all outputs are 0."""
+def _checked_difference(layer_index: int, expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference of outputs of layer `layer_index`, as a share of the largest output; 0 if all outputs are 0."""
     if not bool(expected.isfinite().all() & found.isfinite().all()):
-        raise InputError(f"layer {place} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
+        raise InputError(f"layer {layer_index} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
     difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=TINY))
     if not difference <= TOLERANCE:
         raise InputError(
-            f"layer {place} differs from Transformers' by {difference:.1e} of the largest output (the rule: at most {TOLERANCE:.0e}); "
+            f"layer {layer_index} differs from Transformers' by {difference:.1e} of the largest output (the rule: at most {TOLERANCE:.0e}); "
             "report it with the source's config.json"
         )
     return difference
@@ -188,9 +188,9 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
         pair = [nn.functional.linear(x, weight) for x, weight in zip(states, weights, strict=True)]
         difference = max(difference, float((pair[0] - pair[1]).abs().max()))
         largest = max(largest, float(pair[0].abs().max()))
-        for place, logits in enumerate(pair):
-            sums[place] = torch.logaddexp(sums[place], logits.logsumexp(-1))
-            hits[place] += _logits_of(logits[:, :-1], ids[:, 1:] - first)
+        for side, logits in enumerate(pair):
+            sums[side] = torch.logaddexp(sums[side], logits.logsumexp(-1))
+            hits[side] += _logits_of(logits[:, :-1], ids[:, 1:] - first)
         first += len(weights[0])
     if not all(bool(total.isfinite().all()) for total in sums):
         raise InputError("the logits are not finite (the source's embedding, norm or output layer is not); use another checkpoint")
