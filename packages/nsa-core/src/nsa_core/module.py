@@ -24,7 +24,7 @@ from nsa_core.selection_loss import SelectionLoss
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
-Turn = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Rotate = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A function that applies RoPE to tensors `(B, S, heads, D_k)`."""
 
 
@@ -349,16 +349,16 @@ class NativeSparseAttention(nn.Module):
         return {name: self._values(x, name) for name in dict.fromkeys(self._readers_of_values.values())}
 
     def _by_reader(
-        self, q: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], turn: Turn
+        self, q: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], rotate_all: Rotate
     ) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
         """Return the rotated q, and a dict from each reader (`_readers`) to its k and v, None for an absent branch.
 
-        Readers that share k and v get the same tensors. `turn` rotates q and the keys of every branch in one call.
+        Readers that share k and v get the same tensors. `rotate_all` rotates q and the keys of every branch in one call.
         """
         on_tokens, with_values = self.config.compressed_rope == "tokens", self._readers_of_values
-        turned = [name for name in keys if name != "cmp" or on_tokens]
-        q, *rotated = turn((q, *(keys[name] for name in turned)))
-        rotated_keys = keys | dict(zip(turned, rotated, strict=True))
+        names = [name for name in keys if name != "cmp" or on_tokens]
+        q, *rotated = rotate_all((q, *(keys[name] for name in names)))
+        rotated_keys = keys | dict(zip(names, rotated, strict=True))
         found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
         for reader, name in self._readers.items():
             k = rotated_keys[name] if reader != "raw" or on_tokens else keys[name]
@@ -393,8 +393,8 @@ class NativeSparseAttention(nn.Module):
         logits = streams.fork(device, 1, lambda: self.gate(x))
         values = streams.fork(device, 2, lambda: self._values_by_name(x))
         step = cache.begin_step(x.shape[1], query_count)
-        unturned = Queries(q, x.shape[1], None, step.start, step.added)
-        gates = streams.fork(device, 1, lambda: self._gates(logits, unturned))
+        unrotated_rows = Queries(q, x.shape[1], None, step.start, step.added)
+        gates = streams.fork(device, 1, lambda: self._gates(logits, unrotated_rows))
         keys_by_name = self._keys_by_name(x)
         streams.join(device, 3)
         call = self._call(q, self.telemetry, cache.read_counter)
@@ -410,7 +410,7 @@ class NativeSparseAttention(nn.Module):
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
         # a compiler may move the operations that write q to a place after APPEND
-        rotated = unturned._replace(q=queries, follows_append="slc" in rows and not is_traced)
+        rotated = unrotated_rows._replace(q=queries, follows_append="slc" in rows and not is_traced)
         out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known, are_gates_closed=True)
         if not (is_known or is_traced):
             cache.note_form(form)
