@@ -20,6 +20,7 @@ from nsa_train.checkpoint import CheckpointWriter, load_model, open_checkpoint, 
 from nsa_train.checkpoint.claim import HOLDER, claim, claimed_by_another, release
 from nsa_train.checkpoint.commands import listing
 from nsa_train.checkpoint.layout import FILES, MANIFEST
+from nsa_train.checkpoint.publish import whole
 from nsa_train.checkpoint.store import latest_valid
 from nsa_train.errors import CheckpointError
 
@@ -361,3 +362,22 @@ def test_a_checkpoint_is_as_readable_as_the_users_other_files(tmp_path: Path, go
     (tmp_path / "other").touch()
     modes = {path.stat().st_mode for path in (good_root / "step-1").iterdir()}
     assert modes == {(tmp_path / "other").stat().st_mode}
+
+
+def test_a_folder_is_written_where_a_killed_process_of_the_same_number_left_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "out") as left:
+        raise KeyboardInterrupt
+    left.mkdir()
+    (left / "config.json").touch()
+    with whole(tmp_path / "out") as aside:
+        assert aside == left
+        aside.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\u00e4" * 127])
+def test_a_folder_has_the_longest_name_that_a_file_system_holds(tmp_path: Path, name: str) -> None:
+    with whole(tmp_path / name) as aside:
+        aside.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == [name]

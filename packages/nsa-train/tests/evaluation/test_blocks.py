@@ -11,7 +11,7 @@ from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.blocks import block_recall, recall_of, rows_to_compare
+from nsa_train.evaluation.blocks import block_recall, has_to_choose, recall_of
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
 from nsa_train.evaluation.tasks import check
@@ -31,7 +31,9 @@ class Selection(NamedTuple):
 
     def recall(self) -> torch.Tensor:
         """Return the recall `(m, 2)` of the queries to compare."""
-        rows = rows_to_compare(len(self.q), GEOMETRY)
+        position = torch.arange(len(self.q))
+        had_to = has_to_choose(position, GEOMETRY)
+        rows = position[had_to] if had_to.any() else position
         return recall_of(self.block_indices[rows], block_mass(self.q[None], self.k[None], rows, geometry=GEOMETRY))
 
 
@@ -101,6 +103,24 @@ def test_the_mass_of_a_twin_with_equal_queries_and_keys_is_the_models_own(random
     assert first[0] == pytest.approx(first[1], rel=1e-4)
     # the second layer reads other attention's output
     assert second[0] != pytest.approx(second[1], rel=1e-4)
+
+
+def test_the_mean_of_a_layer_is_over_queries_that_had_to_choose_in_any_document(random_subject, monkeypatch) -> None:
+    blocks = 3, 5, 8
+    layers = ", ".join(f"{{num_selected_blocks={count}}}" for count in blocks)
+    subject = random_subject("model.n_layers=3", f"model.layers=[{layers}]")
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(256, (size,), generator=generator, dtype=torch.int32) for size in (30, 14, 6)]
+
+    def recall_of_layers(taken: list[torch.Tensor]) -> dict[int, tuple[float, int]]:
+        monkeypatch.setattr(Subject, "documents", taken)
+        return {one.layer: (one.value, one.samples) for one in block_recall(subject, None) if one.mode == Mode.TRAINED}
+
+    found = recall_of_layers(documents)
+    # the third layer never has to choose: its mean is over all queries of the documents in which another layer has to
+    assert [count for _value, count in found.values()] == [30 - 12 + 14 - 12, 30 - 20, 30 + 14]
+    assert found[1] == recall_of_layers(documents[:1])[1]
+    assert found[2][0] == pytest.approx(1)
 
 
 def test_a_closed_branch_has_no_recall(random_subject) -> None:

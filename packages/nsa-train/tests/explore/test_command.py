@@ -1,6 +1,7 @@
 """`nsa-train explore`: a page and JSON of a run, a checkpoint or an export; everything else is refused and writes nothing."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def test_an_output_never_replaces_the_text_or_another_output(
     code, said = explore(saved(), "--json", str(tmp_path / "out/../out/page.html"))
     assert code == 2
     assert "is the path of --out" in said
+
+
+def test_an_output_never_replaces_a_file_of_a_model_or_a_pipe(explore: Explore, saved: Callable[..., Path], tmp_path: Path) -> None:
+    model, twin, pipe = saved(), saved("model.attention=dense"), tmp_path / "pipe"
+    weights = next(twin.rglob("model.safetensors"))
+    before = weights.read_bytes()
+    code, said = explore(model, "--twin", str(twin), "--out", str(weights))
+    assert (code, weights.read_bytes()) == (2, before)
+    assert "is a file of --twin (it would be lost); name another file" in said
+    os.mkfifo(pipe)
+    code, said = explore(model, "--json", str(pipe))
+    assert code == 2
+    assert pipe.is_fifo()
+    assert "is no regular file (it would be replaced); name another file" in said
 
 
 def test_an_empty_text_is_refused(explore: Explore, saved: Callable[..., Path], text: Path) -> None:

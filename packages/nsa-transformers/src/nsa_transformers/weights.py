@@ -313,7 +313,9 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
         if twice := [name for name in names if name in holders]:
-            raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
+            raise InputError(
+                f"{file} and {holders[twice[0]].name} both hold {shown(twice[0])} (a tensor has one file); use the files of one save"
+            )
         holders |= dict.fromkeys(names, file)
     single, index = _single_and_index(folder, variant)
     if files != [single]:
@@ -326,7 +328,7 @@ def require_own_names(folder: Path, prefix: str, *, variant: str | None = None) 
         with safe_open(file, "pt") as opened:
             if prefixed := [name for name in opened.keys() if name.startswith(prefix)]:  # noqa: SIM118
                 raise InputError(
-                    f"{file} holds {prefixed[0]} (names of this model have no {prefix!r} in front); use the files of one export"
+                    f"{file} holds {shown(prefixed[0])} (names of this model have no {prefix!r} in front); use the files of one export"
                 )
 
 
@@ -376,7 +378,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         content = json.loads(index.read_text(encoding="utf-8"))
         files = dict[str, str](content["weight_map"].items())
         names = sorted(set(files.values()))
-        wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors")]
+        wrong = [name for name in names if not isinstance(name, str) or not _is_file_name(name)]
     except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
     if wrong:
@@ -388,6 +390,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
+def _is_file_name(name: str) -> bool:
+    """Return True for the name of a safetensors file in the index's folder; a lone surrogate or a NUL is in no such name."""
+    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
+
+
+def shown(name: str) -> str:
+    """Return a tensor's name for a message; control characters are escaped."""
+    return name if name.isprintable() else repr(name)
+
+
 def _require_indexed(index: Path, holders: Mapping[str, Path]) -> None:
     """Raise InputError unless `index` names for each tensor of `holders` the file that holds it.
 
@@ -396,5 +408,5 @@ def _require_indexed(index: Path, holders: Mapping[str, Path]) -> None:
     named = _weight_map(index)
     for name, file in holders.items():
         if named.get(name) != file.name:
-            said = f"names {named[name]} for {name}" if name in named else f"does not name {name}"
+            said = f"names {named[name]} for {shown(name)}" if name in named else f"does not name {shown(name)}"
             raise InputError(f"{index} {said}, which {file.name} holds (an index names the file of each tensor); use the files of one save")

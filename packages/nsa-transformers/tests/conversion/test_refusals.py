@@ -60,6 +60,13 @@ def test_heads_that_do_not_divide_are_refused(dense):
     assert "num_kv_heads=3 does not divide num_heads=4 (each KV head serves H/G query heads); use 2 or 4" in refusal(folder)
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_token_is_refused(dense, window):
+    folder = dense("Mistral").folder
+    edit_config(folder, "config.json", sliding_window=window)
+    assert f"sliding_window={window} (the rule: an integer of at least 1, or null)" in refusal(folder)
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
 @pytest.mark.parametrize("value", [61, -1])
@@ -191,6 +198,7 @@ def test_options_that_do_not_fit_are_refused(dense, options, message):
         (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda tensors: tensors.pop("model.embed_tokens.weight"), "model.embed_tokens.weight is missing"),
         (lambda tensors: tensors.update({"score.weight": torch.zeros(2)}), "score.weight is not of this model"),
+        (lambda tensors: tensors.update({"a\n\x1b[31m": torch.zeros(2)}), r"'a\n\x1b[31m' is not of this model"),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 32)}),
             "model.layers.1.mlp.up_proj.weight expected [48, 32], found [3, 32]",
@@ -198,7 +206,7 @@ def test_options_that_do_not_fit_are_refused(dense, options, message):
         (lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}), "o_proj.bias is not of this model"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "model.norm.weight in "),
     ],
-    ids=["missing", "no embedding", "extra", "misshaped", "a bias", "integers"],
+    ids=["missing", "no embedding", "extra", "control characters", "misshaped", "a bias", "integers"],
 )
 def test_tensors_of_another_model_are_refused(dense, change, message):
     folder = dense().folder
@@ -264,6 +272,9 @@ def test_an_index_that_names_files_elsewhere_is_refused(dense):
     index["weight_map"] = dict.fromkeys(index["weight_map"], "../model.safetensors")
     path.write_text(json.dumps(index))
     assert "names files elsewhere" in refusal(folder, InputError)
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "\ud800.safetensors")
+    path.write_text(json.dumps(index))
+    assert r"names files elsewhere (['\ud800.safetensors']" in refusal(folder, InputError)
 
 
 def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(dense):
@@ -296,17 +307,27 @@ def test_a_source_that_is_no_folder_is_refused(tmp_path):
     assert "is no folder (nothing is downloaded)" in refusal(tmp_path / "meta-llama")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_not_finite_is_found_in_a_row_that_no_comparison_reads(dense, convert, tmp_path, dtype, value):
+    folder = dense(dtype=dtype, vocab_size=3000).folder
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][2777, 5:6].fill_(value))
+    with pytest.raises(InputError, match=r"holds NaN or Inf in the tensor that becomes embedding\.weight"):
+        convert(folder)
+    assert not (tmp_path / "converted" / "config.json").exists()
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
-def test_logits_that_are_not_finite_are_found(dense, convert, name):
+def test_logits_that_overflow_are_found(dense, convert, name):
     folder = dense().folder
-    edit_weights(folder, lambda tensors: tensors[name][7].fill_(float("nan")))
+    edit_weights(folder, lambda tensors: tensors[name].fill_(3e38))
     with pytest.raises(InputError, match="the logits are not finite"):
         convert(folder)
 
 
-def test_numbers_that_are_not_finite_are_found(dense, convert, tmp_path):
+def test_a_layer_that_overflows_is_found(dense, convert, tmp_path):
     folder = dense().folder
-    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))
+    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38))
     with pytest.raises(InputError, match="layer 1 gives NaN or Inf"):
         convert(folder)
     # nothing loads it

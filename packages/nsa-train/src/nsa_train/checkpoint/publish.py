@@ -127,7 +127,10 @@ def whole(out: Path) -> Iterator[Path]:
     An error of the disk names `out`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    # a system limits the bytes of a name
+    aside = out.with_name(f".{os.fsencode(out.name)[:200].decode(errors='ignore')}.{os.getpid()}")
+    # a process of the same number may have been killed here before
+    _remove(aside)
     try:
         with naming(out, aside):
             yield aside

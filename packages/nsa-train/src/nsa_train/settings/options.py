@@ -198,8 +198,23 @@ def _missing(inputs: Mapping[str, Path | None]) -> Iterator[str]:
             yield f"{name}={str(path)!r} does not exist; name a {'text file' if name == '--text' else 'run, a checkpoint or an exported folder'}"
 
 
+def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterator[str]:
+    """Yield why `path` cannot be an output, if it cannot; `taken`: resolved paths of inputs and other outputs -> argument."""
+    resolved = path.resolve()
+    if other := taken.get(resolved):
+        yield f"{option}={str(path)!r} is the path of {other} (it would be lost); name another file"
+    elif path.is_dir():
+        yield f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}"
+    elif path.exists() and not path.is_file():
+        yield f"{option}={str(path)!r} is no regular file (it would be replaced); name another file"
+    elif path.exists() and (holders := [name for folder, name in taken.items() if folder in resolved.parents]):
+        yield f"{option}={str(path)!r} is a file of {holders[0]} (it would be lost); name another file"
+    elif not path.parent.is_dir():
+        yield f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"
+
+
 def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:
-    """Check the options of `nsa-train explore`; no output may overwrite an input or another output.
+    """Check the options of `nsa-train explore`; no output may overwrite an input, a file below one, another output, a device or a pipe.
 
     Args:
         inputs: argument to the path that is read; None: left out.
@@ -217,14 +232,7 @@ def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path
         if path is None:
             continue
         check_path(option, path)
-        if other := taken.get(path.resolve()):
-            problems.append(f"{option}={str(path)!r} is the path of {other} (it would be lost); name another file")
-        elif path.is_dir():
-            problems.append(f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}")
-        elif not path.parent.is_dir():
-            problems.append(
-                f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"
-            )
+        problems.extend(_unfit_output(option, path, taken))
         taken[path.resolve()] = option
     if problems:
         raise ConfigError.of(problems)

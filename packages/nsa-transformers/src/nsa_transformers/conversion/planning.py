@@ -20,7 +20,7 @@ from nsa_transformers.conversion.options import ConversionOptions, Gates, gate_l
 from nsa_transformers.conversion.sources import Source, open_source
 from nsa_transformers.conversion.tensor_files import DTYPES, Planned, Stored
 from nsa_transformers.conversion.translation import converted_config
-from nsa_transformers.weights import GENERATION, generation_settings
+from nsa_transformers.weights import GENERATION, generation_settings, shown
 
 OF_MODEL = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -172,7 +172,7 @@ def _require_tensors(source: Source, wanted: dict[str, tuple[int, ...]]) -> None
     found = {name: tensor for name, tensor in source.tensors.items() if not IGNORED.fullmatch(name)}
     if source.config.tie_word_embeddings and HEAD in found:
         _require_equal(found.pop(HEAD), found[EMBEDDING])
-    _refuse(source, _misfits(found, wanted) + [f"{name} is not of this model" for name in sorted(found) if name not in wanted])
+    _refuse(source, _misfits(found, wanted) + [f"{shown(name)} is not of this model" for name in sorted(found) if name not in wanted])
 
 
 def _misfits(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:

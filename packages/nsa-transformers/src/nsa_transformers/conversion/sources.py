@@ -66,13 +66,14 @@ class Source(NamedTuple):
             ConfigError: for a layer of another kind.
         """
         count, window = self.config.num_hidden_layers, getattr(self.config, "sliding_window", None)
-        if self.config.model_type == "mistral":
-            return [window] * count
-        kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * count
+        is_mistral = self.config.model_type == "mistral"
+        kinds = ["sliding_attention"] * count if is_mistral else getattr(self.config, "layer_types", None) or ["full_attention"] * count
         if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
             raise ConfigError(
                 f"layer_types names {unknown[0]!r} (layers of full and of sliding attention are converted); use another model"
             )
+        if window is not None and window < 1 and "sliding_attention" in kinds:
+            raise ConfigError(f"sliding_window={window} (the rule: an integer of at least 1, or null); use the window of the checkpoint")
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
     @property

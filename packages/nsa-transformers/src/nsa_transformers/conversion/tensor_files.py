@@ -20,6 +20,8 @@ from nsa_transformers.checksums import UNSEALED, seal
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a dtype in safetensors -> the dtype, for all dtypes that are converted."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80)}
+"""Integers of a dtype's size, and the bits of its exponent in them; all of these are set in Inf and NaN."""
 PIECE_BYTES = 16 * 2**20
 """Maximum number of bytes that are read at a time."""
 SHARD_BYTES = 4 * 10**9
@@ -115,6 +117,9 @@ def write_shards(
     """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with an index. Headers hold checksums.
 
     `say` is called after each tensor, with the number of its bytes.
+
+    Raises:
+        InputError: for a tensor to copy that holds NaN or Inf.
     """
     shards = _shards_of(planned, shard_bytes)
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -161,9 +166,21 @@ def _header(shard: Sequence[Planned]) -> bytes:
 
 def _write_tensor(file: BinaryIO, tensor: Planned) -> None:
     if isinstance(tensor.source, Stored):
-        file.writelines(tensor.source.pieces())
+        for piece in tensor.source.pieces():
+            if not _is_finite(piece, tensor.dtype):
+                raise InputError(
+                    f"{tensor.source.file} holds NaN or Inf in the tensor that becomes {tensor.name} (weights are finite); use another checkpoint"
+                )
+            file.write(piece)
     else:
         file.write(_bytes_of(tensor.source().detach().to(tensor.dtype).contiguous()))
+
+
+def _is_finite(piece: bytes, dtype: torch.dtype) -> bool:
+    integers, exponent = EXPONENTS[dtype]
+    # a tensor must not share the memory of `bytes`, which cannot be written
+    bits = torch.frombuffer(bytearray(piece), dtype=integers)
+    return not bool(((bits & exponent) == exponent).any())
 
 
 def _bytes_of(tensor: Tensor) -> Any:
