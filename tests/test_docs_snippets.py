@@ -238,7 +238,7 @@ def test_reference_lists_every_public_name_of_nsa_core():
 def test_the_page_of_nsa_core_lists_every_field_of_a_configuration(heading, kind):
     values = {field.name: field.default for field in attrs.fields(kind)}
     made = {name: value.factory() if isinstance(value, attrs.Factory) else value for name, value in values.items()}
-    assert fields_on_page(heading) == {name: None if value is attrs.NOTHING else value for name, value in made.items()}
+    assert fields_on_page(heading) == made
 
 
 def test_the_page_of_nsa_core_lists_every_option_of_a_cache():
@@ -246,11 +246,11 @@ def test_the_page_of_nsa_core_lists_every_option_of_a_cache():
 
 
 def fields_on_page(heading):
-    """Return the default of every field in the table below `heading`; None for a required field."""
+    """Return the default of every field in the table below `heading`; NOTHING for a required field."""
     text = (DOCS / "reference/nsa-core.md").read_text(encoding="utf-8")
     section = text.partition(f"### {heading}\n")[2].partition("\n#")[0]
     cells = re.findall(r"^\| `(\w+)` \|([^|]*)\|", section, re.MULTILINE)
-    return {name: eval(cell.strip(" `") or "None", vars(nsa_core)) for name, cell in cells}
+    return {name: eval(cell.strip(" `"), vars(nsa_core)) if cell.strip() else attrs.NOTHING for name, cell in cells}
 
 
 @pytest.mark.parametrize("package", ["nsa-train", "nsa-bench"])

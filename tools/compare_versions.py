@@ -244,9 +244,9 @@ def _geometric_means(rows: Sequence[Row]) -> Iterator[Row]:
 
 def kernel_lines(parts: Sequence[Row]) -> Iterator[list[str]]:
     """Yield the cells of a table: microseconds and launches per call of each kernel in each version, the longest kernel first."""
-    for place in dict.fromkeys((part["case"], part["direction"]) for part in parts):
-        found = {part["version"]: part["profile"] for part in parts if (part["case"], part["direction"]) == place}
-        yield [" ".join(place), *found]
+    for key in dict.fromkeys((part["case"], part["direction"]) for part in parts):
+        found = {part["version"]: part["profile"] for part in parts if (part["case"], part["direction"]) == key}
+        yield [" ".join(key), *found]
         kernels = {name: [each.get(name, [0.0, 0.0]) for each in found.values()] for name in set().union(*found.values())}
         for name, figures in sorted(kernels.items(), key=lambda item: -max(item[1])[0]):
             yield [name[:60], *(f"{us:.1f} ({launches:g})" for us, launches in figures)]

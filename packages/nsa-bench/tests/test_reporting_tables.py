@@ -65,6 +65,8 @@ def test_the_fastest_dense_kernel_is_the_baseline(show):
     text = show(*attention_tables(RUN))
     assert "124.6 best" in text
     assert "601 of 3 best" in text
+    assert "error / limit" in text
+    assert "0.40" in text
 
 
 def test_notes_name_what_is_absent_or_wrong_and_against_what_errors_are(show):

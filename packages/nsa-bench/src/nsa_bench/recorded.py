@@ -128,8 +128,8 @@ def pointing_queries(case: Case, block_indices: Tensor, k_cmp: Tensor) -> Tensor
     for length in case.sequence_lengths:
         rows, num_blocks = slice(first_row, first_row + length), num_compressed_blocks(length, geometry)
         for head in range(shape.num_heads if num_blocks else 0):
-            group, number = divmod(head, per_group)
-            for slot in free[number::per_group] or free[number % len(free) : number % len(free) + 1] if free else ():
+            group, head_in_group = divmod(head, per_group)
+            for slot in free[head_in_group::per_group] or free[head_in_group % len(free) : head_in_group % len(free) + 1] if free else ():
                 block = block_indices[rows, group, slot].long()
                 middle = block * geometry.selection_block_size + (geometry.selection_block_size - geometry.compression_block_size) // 2
                 keys = k_cmp[first_block + (middle // geometry.compression_stride).clamp(0, num_blocks - 1), group]

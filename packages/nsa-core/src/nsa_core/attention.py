@@ -81,7 +81,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
     comes from `compressed_attention` and normalises the weights. All H/G heads of a group share one choice. Ties go to the lower block.
     The result has no gradient. `CallKeywords` lists the other keywords.
     """
-    # the choice reads no values, so k_cmp fills the place of v_cmp
+    # the choice reads no values, so k_cmp is passed as v_cmp
     queries, cmp, call = _begin_branch(q, "_cmp", k_cmp, k_cmp, geometry, keywords)
     checks.check_tensor("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
     checks.check_wide("lse", lse)

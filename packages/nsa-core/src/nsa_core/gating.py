@@ -59,10 +59,10 @@ def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor
     outputs are NaN because scores overflowed. The plain derivative of the product would be 0 * NaN = NaN.
     """
     total = None
-    for branch, out in enumerate((cmp, slc, win)):
+    for column, out in enumerate((cmp, slc, win)):
         if out is not None:
             acc = torch.promote_types(out.dtype, torch.float32)
-            term = out.to(acc) * gates[..., branch, None].to(acc)
+            term = out.to(acc) * gates[..., column, None].to(acc)
             total = term if total is None else total + term
     assert total is not None
     return total
@@ -83,11 +83,11 @@ def _gated_sum_backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
     is_row = dtotal.abs().amax(-1) != 0
     dgates = torch.zeros_like(gates)
     douts: list[Tensor | None] = [None, None, None]
-    for branch, out in enumerate(branches):
+    for column, out in enumerate(branches):
         if out is not None:
-            dgates[..., branch] = torch.where(is_row, (dtotal * out.to(dtotal.dtype)).sum(-1), 0)
-            gate = torch.where(is_row, gates[..., branch], 0).to(dtotal.dtype)
-            douts[branch] = (dtotal * gate.unsqueeze(-1)).to(out.dtype)
+            dgates[..., column] = torch.where(is_row, (dtotal * out.to(dtotal.dtype)).sum(-1), 0)
+            gate = torch.where(is_row, gates[..., column], 0).to(dtotal.dtype)
+            douts[column] = (dtotal * gate.unsqueeze(-1)).to(out.dtype)
     return dgates, *douts
 
 

@@ -409,7 +409,7 @@ class NativeSparseAttention(nn.Module):
         }
         form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
         is_known = not is_traced and form in cache.known_forms
-        # a compiler may move the operations that write q to a place after APPEND
+        # a compiler may move the operations that write q behind APPEND
         rotated = unrotated_rows._replace(q=queries, follows_append="slc" in rows and not is_traced)
         out = attend_branches(rotated, keys, gates, self._absent, call, is_known=is_known, are_gates_closed=True)
         if not (is_known or is_traced):

@@ -331,13 +331,13 @@ def sample(
 
     if backend is not None:
         checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
-    target = torch_device(device)
-    uses = uses_of_sample(checkpoint.config, machine_of(target))
+    where = torch_device(device)
+    uses = uses_of_sample(checkpoint.config, machine_of(where))
     if problems := refused_backends(checkpoint.config, uses, advice="use --backend auto"):
         asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
         raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
-    model = load_model(checkpoint).to(target, sample_dtype(checkpoint.config, device))
+    model = load_model(checkpoint).to(where, sample_dtype(checkpoint.config, device))
     sampling = Sampling(tokens, temperature, top_p, seed, tuple(stop or ()))
     for text in texts:
         print(text, end="", flush=True)
@@ -407,7 +407,9 @@ def explore(
     /,
     *,
     text: Annotated[Path, Parameter(help="A file with the text to look at.")],
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write; an existing file is replaced.")] = Path("explorer.html"),
+    out: Annotated[
+        Path, Parameter(name=["--out", "-o"], help="The page to write; it replaces an existing file, but none that a model consists of.")
+    ] = Path("explorer.html"),
     json_file: Annotated[Path | None, Parameter(name="--json", help="A file to which the same records are written as JSON.")] = None,
     twin: Annotated[
         Path | None, Parameter(help="A dense model with the same number of layers; its attention is shown next to the scores.")

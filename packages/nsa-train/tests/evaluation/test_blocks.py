@@ -11,7 +11,7 @@ from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.blocks import block_recall, has_to_choose, recall_of
+from nsa_train.evaluation.blocks import block_recall, recall_of, rows_to_compare
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
 from nsa_train.evaluation.tasks import check
@@ -31,9 +31,8 @@ class Selection(NamedTuple):
 
     def recall(self) -> torch.Tensor:
         """Return the recall `(m, 2)` of the queries to compare."""
-        position = torch.arange(len(self.q))
-        had_to = has_to_choose(position, GEOMETRY)
-        rows = position[had_to] if had_to.any() else position
+        # three blocks of 4 tokens: from the 13th query on
+        rows = rows_to_compare(len(self.q), GEOMETRY, only_choosing=len(self.q) > 12)
         return recall_of(self.block_indices[rows], block_mass(self.q[None], self.k[None], rows, geometry=GEOMETRY))
 
 

@@ -135,6 +135,8 @@ def test_an_output_never_replaces_a_file_of_a_model_or_a_pipe(explore: Explore, 
     assert code == 2
     assert pipe.is_fifo()
     assert "is no regular file (it would be replaced); name another file" in said
+    # a page in the model's folder is no part of the model
+    assert [explore(model, "--out", str(model / "page.html"))[0] for _ in range(2)] == [0, 0]
 
 
 def test_an_empty_text_is_refused(explore: Explore, saved: Callable[..., Path], text: Path) -> None:

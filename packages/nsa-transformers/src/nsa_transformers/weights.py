@@ -341,7 +341,7 @@ def require_floats(folder: Path, *, variant: str | None = None) -> None:
             dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         if wrong := sorted(name for name, dtype in dtypes.items() if "F" not in dtype):
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-            named = ", ".join(f"{name} {dtypes[name]}" for name in wrong[:NAMED])
+            named = ", ".join(f"{shown(name)} {dtypes[name]}" for name in wrong[:NAMED])
             raise InputError(f"{file} holds {named}{more} (weights are floating point); save the model in float32 or bfloat16")
 
 
@@ -391,8 +391,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Return True for the name of a safetensors file in the index's folder; a lone surrogate or a NUL is in no such name."""
-    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
+    """Return True for the name of a safetensors file in the index's folder. No name holds NUL or a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
 def shown(name: str) -> str:

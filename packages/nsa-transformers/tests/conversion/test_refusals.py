@@ -199,6 +199,7 @@ def test_options_that_do_not_fit_are_refused(dense, options, message):
         (lambda tensors: tensors.pop("model.embed_tokens.weight"), "model.embed_tokens.weight is missing"),
         (lambda tensors: tensors.update({"score.weight": torch.zeros(2)}), "score.weight is not of this model"),
         (lambda tensors: tensors.update({"a\n\x1b[31m": torch.zeros(2)}), r"'a\n\x1b[31m' is not of this model"),
+        (lambda tensors: tensors.update({"a\n\x1b[31m": torch.zeros(2, dtype=torch.int8)}), r"'a\n\x1b[31m' in "),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 32)}),
             "model.layers.1.mlp.up_proj.weight expected [48, 32], found [3, 32]",
@@ -206,7 +207,7 @@ def test_options_that_do_not_fit_are_refused(dense, options, message):
         (lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}), "o_proj.bias is not of this model"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "model.norm.weight in "),
     ],
-    ids=["missing", "no embedding", "extra", "control characters", "misshaped", "a bias", "integers"],
+    ids=["missing", "no embedding", "extra", "control characters", "control characters of integers", "misshaped", "a bias", "integers"],
 )
 def test_tensors_of_another_model_are_refused(dense, change, message):
     folder = dense().folder
@@ -272,9 +273,15 @@ def test_an_index_that_names_files_elsewhere_is_refused(dense):
     index["weight_map"] = dict.fromkeys(index["weight_map"], "../model.safetensors")
     path.write_text(json.dumps(index))
     assert "names files elsewhere" in refusal(folder, InputError)
-    index["weight_map"] = dict.fromkeys(index["weight_map"], "\ud800.safetensors")
-    path.write_text(json.dumps(index))
-    assert r"names files elsewhere (['\ud800.safetensors']" in refusal(folder, InputError)
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "a\0.safetensors"])
+def test_an_index_with_a_name_that_no_file_has_is_refused(dense, name):
+    folder = dense(shards="20kB").folder
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"weight_map": dict.fromkeys(index["weight_map"], name)}))
+    assert f"names files elsewhere ([{name!r}]" in refusal(folder, InputError)
 
 
 def test_an_index_that_does_not_name_the_shard_of_a_tensor_is_refused(dense):

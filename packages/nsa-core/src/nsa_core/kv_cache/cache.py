@@ -104,8 +104,8 @@ class NSACache:
         self.read_counter = ReadCounter() if counts else None
         self.graphs = StepGraphs(may_fail=options.step_graphs is None) if options.captures(device) else None
         """The captured steps of a cache with `step_graphs`; None for other caches. Steps of up to 16 rows per sequence under `no_grad` or
-        `inference_mode` are captured. The first step with a new shape or dtype of x runs eagerly. The second one is captured, which waits for
-        the GPU, and replayed; later ones are replayed."""
+        `inference_mode` are captured. The first step of a kind (shape and dtype of x, with or without `query_count`, stream) runs eagerly. The
+        second one is captured, which waits for the GPU, and replayed; later ones are replayed."""
 
     def note_form(self, form: tuple[torch.Size, torch.dtype, bool]) -> None:
         """Add `form` to `known_forms`: a step of this form passed the checks."""

@@ -17,7 +17,7 @@ class CacheOptions(NamedTuple):
     """
 
     static: bool = False
-    """Allocate the cache at once and keep no state on the host. False: the stores grow by doubling."""
+    """Allocate the cache at once and keep no state on the host. False: without pages, the stores grow by doubling."""
     page_size: int | None = None
     """Tokens per page, a multiple of `selection_block_size`: the selected and the compressed branch's stores are paged, and do not grow.
     `NSACache.reserve` gives pages to a sequence. None: no pages."""

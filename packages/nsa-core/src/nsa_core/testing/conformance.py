@@ -257,13 +257,13 @@ def _evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...], kept: 
     values = {"out": out} if lse is None else {"out": out, "lse": lse}
     if capability.gradient:
         loss = (out * _weights(out)).sum()
-        values |= {f"gradient {number}": x for number, x in enumerate(torch.autograd.grad(loss, leaves, retain_graph=True))}
+        values |= {f"gradient {index}": x for index, x in enumerate(torch.autograd.grad(loss, leaves, retain_graph=True))}
     if capability.gradient and capability.lse_gradient and lse is not None:
         # rows that see nothing have lse -inf and no gradient
         finite = torch.where(lse == float("-inf"), 0, lse)
         loss = (out * _weights(out)).sum() + (finite * _weights(lse)).sum()
         # v does not affect lse
-        values |= {f"gradient {number}{WITH_LSE}": x for number, x in enumerate(torch.autograd.grad(loss, leaves)) if number < 2}
+        values |= {f"gradient {index}{WITH_LSE}": x for index, x in enumerate(torch.autograd.grad(loss, leaves)) if index < 2}
     return values
 
 

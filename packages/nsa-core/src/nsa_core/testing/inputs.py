@@ -142,7 +142,7 @@ def _row(t: int, geometry: BlockGeometry, count: int, holes: bool, generator: to
         return row
     order = torch.randperm(count, generator=generator).tolist()
     keep = torch.rand(count, generator=generator) < (0.0 if t % 7 == 3 else 0.6)
-    return [row[source] if keep[source] else -1 for source in order]
+    return [row[slot] if keep[slot] else -1 for slot in order]
 
 
 def unpacked(shape: Shape) -> list[Shape]:

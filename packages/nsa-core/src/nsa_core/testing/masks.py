@@ -46,7 +46,7 @@ def branch_attention(
         q, *pairs, gates = tensors
         branches = (Operation.CMP, Operation.SLC, Operation.WIN)
         outs = [branch_attention(name, (q, *pairs[2 * i : 2 * i + 2]), block_indices, shape, scale) for i, name in enumerate(branches)]
-        return torch.stack([out * gates[..., branch, None] for branch, out in enumerate(outs)]).sum(0)
+        return torch.stack([out * gates[..., column, None] for column, out in enumerate(outs)]).sum(0)
     q, k, v = tensors
     if operation is Operation.CMP:
         k, v = k[:, : shape.num_blocks], v[:, : shape.num_blocks]

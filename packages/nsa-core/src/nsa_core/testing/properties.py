@@ -68,7 +68,7 @@ def _later(shape: Shape, row: int) -> list[Tensor]:
     """Return for each tensor of `Inputs` a bool mask of its rows: True after `row`."""
     tokens = torch.arange(shape.total) > row
     ends = block_rows(shape) > row
-    return [tokens if number in TOKEN_TENSORS else ends for number in range(8)]
+    return [tokens if index in TOKEN_TENSORS else ends for index in range(8)]
 
 
 def _perturbed(inputs: Inputs, shape: Shape, row: int, magnitude: float) -> Inputs:
@@ -146,7 +146,7 @@ def check_packed_equals_separate(shape: Shape, where: Where) -> None:
     token, block = 0, 0
     for alone in unpacked(shape):
         rows = (slice(token, token + alone.total), slice(block, block + alone.num_blocks))
-        cuts = [rows[0] if number in TOKEN_TENSORS else rows[1] for number in range(8)]
+        cuts = [rows[0] if index in TOKEN_TENSORS else rows[1] for index in range(8)]
         single = Inputs.of(x[:, cut] for x, cut in zip(packed.tensors, cuts, strict=True)).with_grad()
         own = where.attend(single, shape.geometry)
         (own * weights[:, rows[0], :, None]).sum().backward()
@@ -209,9 +209,9 @@ def check_batch_permutes(shape: Shape, where: Where) -> None:
 def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
     """Check that a branch whose gate is 0 gives exactly the same sum as an absent branch."""
     inputs = where.inputs(shape)
-    for branch, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
+    for column, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
         gates = inputs.gates.clone()
-        gates[..., branch] = 0
+        gates[..., column] = 0
         closed = where.attend(inputs._replace(gates=gates), shape.geometry)
         values: Any = {**dict(zip(Inputs._fields, where.tensors(inputs), strict=False)), **dict.fromkeys(absent)}
         without = attention.nsa_attention(**values, geometry=shape.geometry, cu_seqlens=inputs.cu_seqlens, backend=where.backend)

@@ -129,10 +129,10 @@ def whole(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     # a system limits the bytes of a name
     aside = out.with_name(f".{os.fsencode(out.name)[:200].decode(errors='ignore')}.{os.getpid()}")
-    # a process of the same number may have been killed here before
-    _remove(aside)
     try:
         with naming(out, aside):
+            # a process of the same number may have been killed here before
+            _remove(aside)
             yield aside
             aside.rename(out)
     except BaseException:

@@ -60,8 +60,7 @@ def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor, choosing
         compared: Any = layer if dense is None else dense.blocks[index].attention
         geometry = layer.config.geometry
         assert note.block_indices is not None
-        position = torch.arange(len(ids), device=ids.device)
-        rows = position[has_to_choose(position, geometry)] if index in choosing else position
+        rows = rows_to_compare(len(ids), geometry, only_choosing=index in choosing).to(ids.device)
         q, k = compared.queries_keys(inputs[index])
         found[index] = recall_of(note.block_indices[0, rows], block_mass(q, k, rows, geometry=geometry))
     return found
@@ -70,6 +69,12 @@ def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor, choosing
 def has_to_choose(position: Any, geometry: BlockGeometry) -> Any:
     """Return whether the query at `position`, an int or a tensor of ints, has more candidates than n blocks."""
     return position // geometry.selection_block_size >= geometry.num_selected_blocks
+
+
+def rows_to_compare(num_tokens: int, geometry: BlockGeometry, *, only_choosing: bool) -> Tensor:
+    """Return int64 `(m,)`: the queries of a sequence, or only those that had to choose."""
+    position = torch.arange(num_tokens)
+    return position[has_to_choose(position, geometry)] if only_choosing else position
 
 
 def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:

@@ -175,8 +175,8 @@ def run_evaluation(
         ConfigError: for options that do not fit the model; nothing is written then.
         TrainError: for files that are damaged, or data that cannot be read.
     """
-    target = torch_device(device)
-    subject = Subject(open_model(path, say=say), options, target)
+    where = torch_device(device)
+    subject = Subject(open_model(path, say=say), options, where)
     try:
         dense = None if twin is None else open_model(twin, say=say)
     except ConfigError as error:

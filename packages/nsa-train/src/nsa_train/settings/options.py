@@ -198,6 +198,11 @@ def _missing(inputs: Mapping[str, Path | None]) -> Iterator[str]:
             yield f"{name}={str(path)!r} does not exist; name a {'text file' if name == '--text' else 'run, a checkpoint or an exported folder'}"
 
 
+def _is_page(path: Path) -> bool:
+    """Return True if the name is that of a page of `explore`; a model's folder has no other page than a run's report."""
+    return path.suffix == ".html" and path.name != "report.html"
+
+
 def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterator[str]:
     """Yield why `path` cannot be an output, if it cannot; `taken`: resolved paths of inputs and other outputs -> argument."""
     resolved = path.resolve()
@@ -207,7 +212,7 @@ def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterato
         yield f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}"
     elif path.exists() and not path.is_file():
         yield f"{option}={str(path)!r} is no regular file (it would be replaced); name another file"
-    elif path.exists() and (holders := [name for folder, name in taken.items() if folder in resolved.parents]):
+    elif path.exists() and not _is_page(path) and (holders := [name for folder, name in taken.items() if folder in resolved.parents]):
         yield f"{option}={str(path)!r} is a file of {holders[0]} (it would be lost); name another file"
     elif not path.parent.is_dir():
         yield f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"

@@ -136,7 +136,7 @@ def _planned(name: str, shape: tuple[int, ...], source: Source, dtype: torch.dty
 def _require_dtypes(source: Source) -> None:
     for name, tensor in source.tensors.items():
         if tensor.code not in DTYPES:
-            raise InputError(f"{name} in {tensor.file} is {tensor.code} (the rule: one of {', '.join(DTYPES)}); save it in bfloat16")
+            raise InputError(f"{shown(name)} in {tensor.file} is {tensor.code} (the rule: one of {', '.join(DTYPES)}); save it in bfloat16")
 
 
 def _require_sizes(source: Source) -> None:

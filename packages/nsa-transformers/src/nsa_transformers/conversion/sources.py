@@ -73,7 +73,10 @@ class Source(NamedTuple):
                 f"layer_types names {unknown[0]!r} (layers of full and of sliding attention are converted); use another model"
             )
         if window is not None and window < 1 and "sliding_attention" in kinds:
-            raise ConfigError(f"sliding_window={window} (the rule: an integer of at least 1, or null); use the window of the checkpoint")
+            raise ConfigError(
+                f"sliding_window={window} (the rule: an integer of at least 1, or null); use null for full attention, or the window that "
+                "the model was trained with, such as 4096"
+            )
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
     @property
