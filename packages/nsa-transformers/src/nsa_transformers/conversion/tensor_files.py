@@ -20,8 +20,6 @@ from nsa_transformers.checksums import UNSEALED, seal
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a dtype in safetensors -> the dtype, for all dtypes that are converted."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-EXPONENTS = {torch.float32: (torch.int32, 0x7F800000), torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80)}
-"""Integers of a dtype's size, and the bits of its exponent in them; all of these are set in Inf and NaN."""
 PIECE_BYTES = 16 * 2**20
 """Maximum number of bytes that are read at a time."""
 SHARD_BYTES = 4 * 10**9
@@ -177,10 +175,9 @@ def _write_tensor(file: BinaryIO, tensor: Planned) -> None:
 
 
 def _is_finite(piece: bytes, dtype: torch.dtype) -> bool:
-    integers, exponent = EXPONENTS[dtype]
-    # a tensor must not share the memory of `bytes`, which cannot be written
-    bits = torch.frombuffer(bytearray(piece), dtype=integers)
-    return not bool(((bits & exponent) == exponent).any())
+    # a tensor must not share the memory of `bytes`, which cannot be written; NaN is the result of aminmax if there is one
+    smallest, largest = torch.frombuffer(bytearray(piece), dtype=dtype).aminmax()
+    return bool(smallest.isfinite() & largest.isfinite())
 
 
 def _bytes_of(tensor: Tensor) -> Any:
