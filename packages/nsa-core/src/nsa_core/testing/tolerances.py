@@ -8,7 +8,7 @@ from torch import Tensor
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Dtype -> largest allowed error, relative to the largest reference value."""
 SMALLEST_SCALE = 0.1
-"""Smallest value to which errors are relative. Results below it are sums of products around 1 that cancel."""
+"""Smallest value to which errors are relative, for sums of products around 1. Results below it are sums whose products cancel."""
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Dtype -> margin of a near tie: two backends may rank scores that are closer than this in either order."""
 Size = TypeVar("Size", float, Tensor)
@@ -45,9 +45,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return max_error(actual, expected) / max(largest(expected), SMALLEST_SCALE)
 
 
-def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0) -> float:
-    """Return `allowed` for the largest finite |expected|, which counts as at least `SMALLEST_SCALE`."""
-    return allowed(max(largest(expected), SMALLEST_SCALE), dtype, torch_error)
+def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0, *, product: float = 1.0) -> float:
+    """Return `allowed` for the largest finite |expected|, which counts as at least `SMALLEST_SCALE` times `product`.
+
+    `product` is the size of the products that the results are sums of, where it is known; below 1 it counts as 1.
+    """
+    return allowed(max(largest(expected), SMALLEST_SCALE * max(product, 1.0)), dtype, torch_error)
 
 
 class Comparable(NamedTuple):
