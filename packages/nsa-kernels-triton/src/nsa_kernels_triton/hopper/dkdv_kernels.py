@@ -44,8 +44,8 @@ def _load_rows(
         row = row_from + tile * ROWS
         end = row_end
         skipped = 0
-        if ROWS % HG == 0:
-            # a tile starts at a query's first head, so only one number changes from tile to tile
+        if ROWS % HG == 0 and K2 == 0:
+            # a tile starts at a query's first head, so only one number changes from tile to tile; with K2 > 0 this is slower
             skipped = (row // HG).to(gl.int64) * H
             end = row_end - row
             row = 0
@@ -54,7 +54,7 @@ def _load_rows(
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
         load_tile(q_ptr + skipped * D_K, q1_smem.index(stage), row, end, H, HG, D_K, 0, K1, ROWS)
         if K2 > 0:
-            load_tile(q_ptr + skipped * D_K, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, ROWS)
+            load_tile(q_ptr, q2_smem.index(stage), row, end, H, HG, D_K, K1, K2, ROWS)
         load_tile(dout_ptr + skipped * D_V, dout_smem.index(stage), row, end, H, HG, D_V, 0, V1, ROWS)
         async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=rows < end)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=rows < end)
