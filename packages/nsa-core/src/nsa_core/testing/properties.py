@@ -253,13 +253,13 @@ def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
 
 
 def _products(inputs: Inputs, weights: Tensor) -> tuple[float, ...]:
-    """Return for each tensor the size of the products that its gradient is a sum of, if dO is `weights` in every column.
+    """Return for each tensor the largest product that its gradient is a sum of, if dO is `weights` in every column.
 
-    The gradients of q and k are sums of products with dS = P (dP - delta). dP and delta may cancel, to exactly 0 where a query reads one key,
-    so the largest sum of |dO v| counts for dS. The other gradients are sums of products around 1.
+    The gradients of q and k are sums of products with dS = P (dP - delta). dP - delta is exactly 0 where a query reads one key, but its rounding
+    error follows dP. So dS counts as the largest |dP|. The other gradients count as sums of products around 1.
     """
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs.tensors
-    of_scores = largest(weights) * largest(gates) * max(largest(v.abs().sum(-1)) for v in (v_cmp, v_slc, v_win)) * q.shape[-1] ** -0.5
+    of_scores = largest(weights) * largest(gates) * max(largest(v.sum(-1)) for v in (v_cmp, v_slc, v_win)) * q.shape[-1] ** -0.5
     of_q, of_k = of_scores * max(map(largest, (k_cmp, k_slc, k_win))), of_scores * largest(q)
     return of_q, of_k, 1.0, of_k, 1.0, of_k, 1.0, 1.0
 

@@ -48,7 +48,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0, *, product: float = 1.0) -> float:
     """Return `allowed` for the largest finite |expected|, which counts as at least `SMALLEST_SCALE` times `product`.
 
-    `product` is the size of the products that the results are sums of, where it is known; below 1 it counts as 1.
+    `product` is the size of the largest products that the results are sums of, where it is known; below 1 it counts as 1.
     """
     return allowed(max(largest(expected), SMALLEST_SCALE * max(product, 1.0)), dtype, torch_error)
 
