@@ -189,7 +189,7 @@ def test_what_fails_while_it_is_verified_leaves_nothing(dense: Callable[..., Pat
         tensors = {name: tensor.fill_(float("inf")) if "down_proj" in name else tensor for name, tensor in tensors.items()}
         safetensors.torch.save_file(tensors, shard, metadata={"format": "pt"})
     before = sorted(tmp_path.iterdir())
-    assert run_command(["convert", str(source), "--out", str(tmp_path / "out")]) == 1
+    assert run_command(["convert", str(source), "--out", str(tmp_path / "new/folders/out")]) == 1
     assert sorted(tmp_path.iterdir()) == before
 
 

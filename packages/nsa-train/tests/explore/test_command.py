@@ -139,6 +139,14 @@ def test_an_output_never_replaces_a_file_of_a_model_or_a_pipe(explore: Explore, 
     assert [explore(model, "--out", str(model / "page.html"))[0] for _ in range(2)] == [0, 0]
 
 
+def test_an_output_never_replaces_a_file_of_the_checkpoints_run(explore: Explore, tiny_run: RunDirectory) -> None:
+    before = tiny_run.config.read_bytes()
+    for given in (next(tiny_run.checkpoints.glob("step-*")), tiny_run.checkpoints):
+        code, said = explore(given, "--out", str(tiny_run.config))
+        assert (code, tiny_run.config.read_bytes()) == (2, before)
+        assert "is a file of CHECKPOINT (it would be lost); name another file" in said
+
+
 def test_an_empty_text_is_refused(explore: Explore, saved: Callable[..., Path], text: Path) -> None:
     text.write_bytes(b"")
     code, said = explore(saved())

@@ -124,8 +124,9 @@ def point_latest(root: Path, name: str) -> None:
 def whole(out: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder; it is renamed to `out` if the block ends without an error, else deleted.
 
-    An error of the disk names `out`.
+    Missing folders above `out` are made, and removed again after an error. An error of the disk names `out`.
     """
+    made = [folder for folder in out.absolute().parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     # a system limits the bytes of a name
     aside = out.with_name(f".{os.fsencode(out.name)[:200].decode(errors='ignore')}.{os.getpid()}")
@@ -139,6 +140,9 @@ def whole(out: Path) -> Iterator[Path]:
         if aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
         raise
 
 

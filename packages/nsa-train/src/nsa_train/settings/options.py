@@ -203,23 +203,31 @@ def _is_page(path: Path) -> bool:
     return path.suffix == ".html" and path.name != "report.html"
 
 
+def _own_folder(path: Path) -> Path:
+    """Return the folder that a model's `path` belongs to: the run of a checkpoint or of `checkpoints`, else the path itself."""
+    return next((folder.parent for folder in (path, path.parent) if folder.name == "checkpoints"), path)
+
+
 def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterator[str]:
     """Yield why `path` cannot be an output, if it cannot; `taken`: resolved paths of inputs and other outputs -> argument."""
     resolved = path.resolve()
+    holders = [name for folder, name in taken.items() if _own_folder(folder) in resolved.parents]
     if other := taken.get(resolved):
         yield f"{option}={str(path)!r} is the path of {other} (it would be lost); name another file"
     elif path.is_dir():
         yield f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}"
     elif path.exists() and not path.is_file():
         yield f"{option}={str(path)!r} is no regular file (it would be replaced); name another file"
-    elif path.exists() and not _is_page(path) and (holders := [name for folder, name in taken.items() if folder in resolved.parents]):
+    elif path.exists() and not _is_page(path) and holders:
         yield f"{option}={str(path)!r} is a file of {holders[0]} (it would be lost); name another file"
     elif not path.parent.is_dir():
         yield f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"
 
 
 def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:
-    """Check the options of `nsa-train explore`; no output may overwrite an input, a file below one, another output, a device or a pipe.
+    """Check the options of `nsa-train explore`.
+
+    No output may overwrite an input, a file below one or of its run, another output, a device or a pipe.
 
     Args:
         inputs: argument to the path that is read; None: left out.
