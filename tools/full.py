@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ def stages() -> list[Stage]:
         Stage("peers", (*newest, "packages/nsa-bench/tests/test_peers.py"), 5),
         Stage("oldest Transformers", (*hatch("run", "oldest:python", "-m", "pytest", "-q"), *workers, *TRANSFORMERS), 20),
         Stage("interpreter without patches", (*python, *workers, "--unpatched-interpreter", *UNPATCHED_SAMPLE), 20),
-        *(other_python(version, path) for version, path in installed_pythons().items()),
+        *other_pythons(installed_pythons()),
         Stage("slow tier", (*python, *workers, "-m", "slow", "--timeout=1800", "--hypothesis-profile=thorough"), 75),
     ]
 
@@ -101,10 +101,18 @@ UNPATCHED_SAMPLE = (
 """Tests of kernels that also run in the unpatched interpreter of Triton."""
 
 
-def other_python(version: str, path: str) -> Stage:
-    """Return the stage that tests nsa-core and the built wheels with the Python of `version` at `path`."""
-    folder = ROOT / ".hatch" / f"python-{version}"
-    return Stage(f"Python {version}", (sys.executable, str(ROOT / "tools/other_python.py"), path, str(folder)), 30)
+def other_pythons(found: Mapping[str, str]) -> list[Stage]:
+    """Return a stage for each Python of `found` (paths by version): it tests nsa-core and the built wheels with it.
+
+    A version between two others, the running one included, runs fewer tests.
+    """
+    minors = [sys.version_info.minor, *(int(version.removeprefix("3.")) for version in found)]
+    made = []
+    for version, path in found.items():
+        is_between = min(minors) < int(version.removeprefix("3.")) < max(minors)
+        command = (sys.executable, str(ROOT / "tools/other_python.py"), path, str(ROOT / ".hatch" / f"python-{version}"))
+        made.append(Stage(f"Python {version}", (*command, "--between") if is_between else command, 30))
+    return made
 
 
 def installed_pythons() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """tools/full.py: failures of stages, and the report."""
 
+import argparse
 import json
 import sys
 
@@ -111,12 +112,36 @@ def test_another_python_is_found_by_what_it_answers(monkeypatch, tmp_path):
     assert full.installed_pythons() == {}
 
 
+def test_a_python_between_two_others_runs_fewer_tests():
+    running = sys.version_info.minor
+    older, next_, newest = (f"3.{running + step}" for step in (-1, 1, 2))
+
+    def shorter(*versions):
+        return [found.name for found in full.other_pythons(dict.fromkeys(versions, "python")) if "--between" in found.command]
+
+    assert shorter(next_, newest) == [f"Python {next_}"]
+    assert shorter(older, newest) == shorter(newest) == []
+
+
+def test_another_python_gets_the_tests_of_its_stage(monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(other_python.subprocess, "run", lambda command, **_: commands.append(command) or argparse.Namespace(returncode=0))
+    other_python.main(["python3.12", str(tmp_path), "--junitxml=x"])
+    other_python.main(["python3.12", str(tmp_path), "--between", "--junitxml=x"])
+    every, fewer = (command for command in commands if "pytest" in command)
+    assert every[-1] == fewer[-1] == "--junitxml=x"
+    assert set(other_python.TESTS) <= set(every)
+    assert set(other_python.TESTS_BETWEEN) <= set(fewer)
+    assert "packages/nsa-core" not in fewer
+    assert "--between" not in fewer
+
+
 def test_the_report_names_no_path_of_the_machine() -> None:
     outside = ("/elsewhere/python3.12", str(full.ROOT / "tools/other_python.py"), sys.executable, "-q")
     assert full.readable(outside) == "python3.12 tools/other_python.py python -q"
     assert full.readable(full.hatch("run", "docs:pages")) == "hatch run docs:pages"
 
 
-@pytest.mark.parametrize("path", sorted({*other_python.TESTS, *full.TRANSFORMERS, *full.UNPATCHED_SAMPLE}))
+@pytest.mark.parametrize("path", sorted({*other_python.TESTS, *other_python.TESTS_BETWEEN, *full.TRANSFORMERS, *full.UNPATCHED_SAMPLE}))
 def test_the_tests_that_a_stage_names_are_there(path):
     assert (full.ROOT / path).exists()
