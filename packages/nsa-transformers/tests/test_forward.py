@@ -172,6 +172,8 @@ def test_the_last_logits_alone_and_embedded_tokens_are_taken(tiny_model, prompt)
     model = tiny_model()
     outputs = model(prompt, output_hidden_states=True, use_cache=False)
     torch.testing.assert_close(model(prompt, logits_to_keep=2, use_cache=False).logits, outputs.logits[:, -2:])
+    columns = torch.tensor([0, -1, 5])
+    torch.testing.assert_close(model(prompt, logits_to_keep=columns, use_cache=False).logits, outputs.logits[:, columns])
     torch.testing.assert_close(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
     embedded = model(inputs_embeds=model.get_input_embeddings()(prompt), use_cache=False)
     torch.testing.assert_close(embedded.logits, outputs.logits)
@@ -393,6 +395,10 @@ def test_keys_of_other_models_are_not_ignored(tiny_config, name):
         (lambda ids: {"inputs_embeds": torch.ones(2, 5, 32, dtype=torch.int64)}, r"inputs_embeds is torch.int64 .*pass ids as input_ids"),
         (lambda ids: {"input_ids": ids, "logits_to_keep": -3}, r"logits_to_keep=-3 .*integer >= 0, 0 for all\); use 1"),
         (lambda ids: {"input_ids": ids, "logits_to_keep": 1.5}, r"logits_to_keep=1.5 .*integer >= 0, 0 for all\); use 1"),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": True}, r"logits_to_keep=True .*integer >= 0, 0 for all\); use 1"),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": torch.tensor([3, 20])}, r"logits_to_keep holds column 20 .*-20 .. 19 for 20"),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": torch.tensor(2)}, r"logits_to_keep is torch.int64 of shape \(\) "),
+        (lambda ids: {"input_ids": ids, "logits_to_keep": ids[0] > 9}, r"logits_to_keep is torch.bool of shape \(20,\) "),
         (lambda ids: {"input_ids": ids, "cache_position": torch.arange(5, 25)}, r"cache_position is \[5, 6, 7, 8\] .*after 0 tokens"),
     ],
 )

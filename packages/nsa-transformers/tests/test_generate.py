@@ -476,9 +476,11 @@ def test_beams_over_a_filled_static_cache_are_refused(tiny_model, prompt):
         model.generate(prompt[:1], past_key_values=cache, num_beams=2, **GREEDY)
 
 
-def test_a_cache_for_no_token_is_refused(tiny_model):
-    with pytest.raises(InputError, match="max_cache_len=-3 holds no token"):
-        NSAModelCache(tiny_model().config, -3)
+@pytest.mark.parametrize("size", [-3, 0, "5", 2.5])
+def test_a_cache_for_no_number_of_tokens_is_refused(tiny_model, size):
+    rule = rf"max_cache_len={size!r} is no number of tokens \(the rule: an integer >= 1, or None\); use 4096"
+    with pytest.raises(InputError, match=rule):
+        NSAModelCache(tiny_model().config, size)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tiny_model, prompt):

@@ -266,13 +266,13 @@ def watch(
     /,
     *,
     halt: Annotated[bool, Parameter(help="If something is wrong, write .HALT: all ranks save and stop.")] = False,
-    once: Annotated[bool, Parameter(help="Look once; repeat only while the clocks do not show whether a rank is alive.")] = False,
-    interval: Annotated[float, Parameter(help="Seconds between two checks.")] = 5.0,
+    once: Annotated[bool, Parameter(help="Poll once; repeat only while the clocks do not show whether a rank is alive.")] = False,
+    interval: Annotated[float, Parameter(help="Seconds between two polls.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
     """Follow the heartbeats of the run in DIR until it ends (exit 0; after an error: 1) or something is wrong (exit 4)."""
     from nsa_train.telemetry.watch import content
-    from nsa_train.telemetry.watch import watch as look
+    from nsa_train.telemetry.watch import watch as follow
 
     check_seconds("--interval", interval, example=5)
     if json_ and not once:
@@ -283,7 +283,7 @@ def watch(
         lines.append(line)
         print(line, flush=True)
 
-    code = look(
+    code = follow(
         RunDirectory(directory),
         is_halting=halt,
         is_once=once,

@@ -3,9 +3,11 @@
 import json
 import logging
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -269,6 +271,7 @@ def test_an_import_takes_no_key_of_the_model_and_overwrites_nothing(
 
 WITHOUT = """
 import sys
+import tomllib
 sys.modules["nsa_transformers"] = None
 from nsa_train.cli import run_command
 print([run_command(words.split()) for words in sys.argv[1:]])
@@ -304,6 +307,10 @@ def test_the_tutorial_runs_on_an_export(exported: Callable[..., Path], monkeypat
         )
     assert (folder.parent / "tuned/last/tokenizer.json").is_file() and (folder.parent / "tuned/last/model.safetensors").is_file()
     assert (folder.parent / "adapter/last/adapter_model.safetensors").is_file()
+    imports = re.findall(r"^nsa-train (ckpt import tuned/last .*)$", TUTORIAL.read_text(), re.MULTILINE)
+    assert [run_command(shlex.split(line)) for line in imports] == [0]
+    config = tomllib.loads((folder.parent / "runs/tuned/config.toml").read_text())
+    assert (config["data"]["source"], config["data"]["path"]) == ("jsonl", "mine.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense", "all keys"])

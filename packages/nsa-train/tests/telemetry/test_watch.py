@@ -363,8 +363,8 @@ def test_without_halt_a_stall_is_written_down_and_nothing_more(
 def _looked(run: RunDirectory, *, silence_s: float) -> list[Finding]:
     """Return what the second of two looks finds, `silence_s` apart."""
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
-    return watcher.look(silence_s)
+    assert watcher.poll(0.0) == []
+    return watcher.poll(silence_s)
 
 
 def test_ranks_that_a_smaller_start_left_behind_are_not_missed(run: RunDirectory) -> None:
@@ -375,10 +375,10 @@ def test_ranks_that_a_smaller_start_left_behind_are_not_missed(run: RunDirectory
     again = [{"ts": 490.0, "step": 5, "msg": "boot", "world_size": 1}, *_steps(10, start=490.0)]
     _write(run, again)
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
+    assert watcher.poll(0.0) == []
     assert not watcher.has_ended
     _write(run, [{"ts": 502.0, "step": 10, "msg": "finish"}])
-    assert watcher.look(20.0) == []
+    assert watcher.poll(20.0) == []
     assert watcher.has_ended
 
 
@@ -397,17 +397,17 @@ def test_ranks_between_a_death_and_their_new_start_are_not_halted(run: RunDirect
     _write(run, _start(ALIVE, restarts_left=1))
     _write(run, _start(DEAD, restarts_left=1), rank=1)
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
-    assert watcher.look(10.0 + GRACE_S) == []
-    assert [finding.rank for finding in watcher.look(11.0 + GRACE_S)] == [0, 1]
+    assert watcher.poll(0.0) == []
+    assert watcher.poll(10.0 + GRACE_S) == []
+    assert [finding.rank for finding in watcher.poll(11.0 + GRACE_S)] == [0, 1]
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
+    assert watcher.poll(0.0) == []
     _write(run, _start(ALIVE, restarts_left=0, at=500.0))
     # rank 1 starts a little later
-    assert watcher.look(500.0) == []
+    assert watcher.poll(500.0) == []
     _write(run, _start(ALIVE, restarts_left=0, at=505.0), rank=1)
-    assert watcher.look(505.0) == []
-    assert [finding.kind for finding in watcher.look(550.0)] == ["stall", "stall"]
+    assert watcher.poll(505.0) == []
+    assert [finding.kind for finding in watcher.poll(550.0)] == ["stall", "stall"]
 
 
 def test_a_rank_that_hangs_stalls_also_where_starts_are_left(run: RunDirectory) -> None:
@@ -426,9 +426,9 @@ def test_a_silent_rank_of_another_host_may_have_died(run: RunDirectory) -> None:
     _write(run, _start(ALIVE, restarts_left=1))
     _write(run, _start(DEAD, restarts_left=1, host="elsewhere"), rank=1)
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
-    assert watcher.look(100.0) == []
-    assert [finding.rank for finding in watcher.look(11.0 + GRACE_S)] == [0, 1]
+    assert watcher.poll(0.0) == []
+    assert watcher.poll(100.0) == []
+    assert [finding.rank for finding in watcher.poll(11.0 + GRACE_S)] == [0, 1]
 
 
 @pytest.mark.parametrize(("code", "restarts_left", "has_ended"), [(1, 1, False), (1, 0, True), (4, 1, True), (75, 1, True)])
@@ -437,11 +437,11 @@ def test_a_run_that_torchrun_starts_again_has_not_ended(run: RunDirectory, code:
         _write(run, _start(ALIVE, restarts_left=restarts_left), rank=rank)
         _write(run, [{"ts": 11.0, "step": 10, "msg": "halt", "code": code, "reason": "lost contact", "pid": DEAD}], rank=rank)
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
-    assert watcher.look(500.0) == []
+    assert watcher.poll(0.0) == []
+    assert watcher.poll(500.0) == []
     assert watcher.has_ended == has_ended
     if not has_ended:
-        assert [finding.kind for finding in watcher.look(2000.0)] == ["stall", "stall"]
+        assert [finding.kind for finding in watcher.poll(2000.0)] == ["stall", "stall"]
         code, lines = _watching(run, _Machine(wall=500.0), is_once=True)
         assert (code, lines[-1]) == (0, "watch: nothing is wrong; the run waits to be started again at step 10")
         assert not run.halt.exists()
@@ -498,7 +498,7 @@ def test_events_that_are_none_are_passed_over(run: RunDirectory) -> None:
         file.writelines(json.dumps({**_steps(1)[0], **fields}) + "\n" for fields in bad)
     _write(run, _steps(10))
     watcher = Watcher(run)
-    assert watcher.look(10.0) == []
+    assert watcher.poll(10.0) == []
     assert watcher.ranks[run.heartbeat].step == 10
 
 
@@ -515,27 +515,27 @@ def test_what_left_its_health_band_is_told_and_no_anomaly(run: RunDirectory, cap
 def test_a_resumed_process_starts_anew(run: RunDirectory) -> None:
     _write(run, _steps(10, grad_norm=0.0))
     _write(run, [{"msg": "boot", "step": 5, "ts": 1000.0}])
-    assert Watcher(run).look(1001.0) == []
+    assert Watcher(run).poll(1001.0) == []
 
 
 def test_records_are_read_on_where_they_were_left(run: RunDirectory) -> None:
     _write(run, _steps(10))
     watcher = Watcher(run)
-    assert watcher.look(0.0) == []
+    assert watcher.poll(0.0) == []
     with run.heartbeat.open("a") as file:
         file.write('{"ts": 11, "step": 11, "msg": "step')
-    assert watcher.look(9.0) == []
+    assert watcher.poll(9.0) == []
     with run.heartbeat.open("a") as file:
         file.write('_end", "grad_norm": 1.0}\nno json\n[]\n')
-    assert watcher.look(12.0) == []
+    assert watcher.poll(12.0) == []
     assert watcher.ranks[run.heartbeat].step == 11
-    assert [finding.kind for finding in watcher.look(100.0)] == ["stall"]
+    assert [finding.kind for finding in watcher.poll(100.0)] == ["stall"]
 
 
 def test_rising_fallbacks_are_read_from_their_table(run: RunDirectory) -> None:
     _write(run, _steps(10))
     run.fallbacks.write_text("step,cmp,select,slc,win,nsa,total\n1,0,0,0,0,0,0\n2,0,0,3,0,0,3\n")
-    assert [finding.kind for finding in Watcher(run).look(10.0)] == ["rising_fallbacks"]
+    assert [finding.kind for finding in Watcher(run).poll(10.0)] == ["rising_fallbacks"]
 
 
 def test_fallbacks_that_rose_and_stayed_between_two_looks_are_seen(run: RunDirectory) -> None:
@@ -544,23 +544,23 @@ def test_fallbacks_that_rose_and_stayed_between_two_looks_are_seen(run: RunDirec
 
     _write(run, [logged(1, 0)])
     watcher = Watcher(run)
-    assert watcher.look(1.0) == []
+    assert watcher.poll(1.0) == []
     _write(run, [logged(2, 3), logged(3, 3)])
-    assert [finding.detail for finding in watcher.look(3.0)] == ["fallbacks rose from 0 to 3; see fallback_counters.csv and env.json"]
-    assert watcher.look(3.5) == []
+    assert [finding.detail for finding in watcher.poll(3.0)] == ["fallbacks rose from 0 to 3; see fallback_counters.csv and env.json"]
+    assert watcher.poll(3.5) == []
     _write(run, [logged(4, 3)])
-    assert watcher.look(4.0) == []
+    assert watcher.poll(4.0) == []
 
 
 def test_a_table_that_rose_and_stayed_between_two_looks_is_seen(run: RunDirectory) -> None:
     _write(run, _steps(10))
     run.fallbacks.write_text("step,cmp,select,slc,win,nsa,total\n1,0,0,0,0,0,0\n")
     watcher = Watcher(run)
-    assert watcher.look(10.0) == []
+    assert watcher.poll(10.0) == []
     with run.fallbacks.open("a") as file:
         file.write("2,0,0,3,0,0,3\n3,0,0,3,0,0,3\n")
-    assert [(finding.kind, finding.step) for finding in watcher.look(10.0)] == [("rising_fallbacks", 3)]
-    assert watcher.look(10.0) == []
+    assert [(finding.kind, finding.step) for finding in watcher.poll(10.0)] == [("rising_fallbacks", 3)]
+    assert watcher.poll(10.0) == []
 
 
 def test_a_directory_without_heartbeats_is_no_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

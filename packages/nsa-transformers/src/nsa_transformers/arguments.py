@@ -48,10 +48,25 @@ def require_tensors(**given: Any) -> None:
             raise InputError(f"{name} is {type_of(value)} (the rule: a tensor, on the model's device); use torch.tensor({name})")
 
 
-def require_kept(logits_to_keep: Any) -> None:
-    """Raise InputError unless `logits_to_keep` is a number of tokens, or a tensor of their columns."""
-    if not isinstance(logits_to_keep, Tensor) and not (isinstance(logits_to_keep, int) and logits_to_keep >= 0):
-        raise InputError(f"logits_to_keep={logits_to_keep!r} is no number of last tokens (the rule: an integer >= 0, 0 for all); use 1")
+def require_kept(logits_to_keep: Any, tokens: Any) -> None:
+    """Raise InputError unless `logits_to_keep` is a number of tokens or a tensor of columns of `tokens` `(B, S)`, read only on a CPU."""
+    if not isinstance(logits_to_keep, Tensor):
+        if not is_size(logits_to_keep, 0):
+            raise InputError(f"logits_to_keep={logits_to_keep!r} is no number of last tokens (the rule: an integer >= 0, 0 for all); use 1")
+        return
+    if logits_to_keep.dim() != 1 or logits_to_keep.dtype not in INTEGERS:
+        raise InputError(
+            f"logits_to_keep is {logits_to_keep.dtype} of shape {tuple(logits_to_keep.shape)} (the rule: a number of last tokens, or the columns "
+            "to keep in an int64 tensor of one dimension); use torch.tensor([0, 5])"
+        )
+    if logits_to_keep.device.type == "cpu" and isinstance(tokens, Tensor) and tokens.dim() > 1 and not torch.compiler.is_compiling():
+        num_tokens = tokens.shape[1]
+        is_outside = (logits_to_keep < -num_tokens) | (logits_to_keep >= num_tokens)
+        if bool(is_outside.any()):
+            raise InputError(
+                f"logits_to_keep holds column {int(logits_to_keep[is_outside][0])} (the rule: -{num_tokens} .. {num_tokens - 1} for "
+                f"{num_tokens} tokens); leave it out"
+            )
 
 
 def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:

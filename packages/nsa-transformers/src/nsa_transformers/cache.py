@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from nsa_core.checks import is_size
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK
 from nsa_core.kv_cache.step_graphs import KNOWN, StepGraphs
@@ -161,8 +162,8 @@ class NSAModelCache(Cache):
         Raises:
             InputError: for a static cache without `max_cache_len`, or a `max_cache_len` below 1.
         """
-        if max_cache_len is not None and max_cache_len < 1:
-            raise InputError(f"max_cache_len={max_cache_len} holds no token; use max_cache_len=4096")
+        if max_cache_len is not None and not is_size(max_cache_len, 1):
+            raise InputError(f"max_cache_len={max_cache_len!r} is no number of tokens (the rule: an integer >= 1, or None); use 4096")
         if static and max_cache_len is None:
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "step_graphs": step_graphs}

@@ -299,7 +299,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         require_positions_of_packing(kwargs, position_ids)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         require_tensors(labels=labels)
-        require_kept(logits_to_keep)
+        require_kept(logits_to_keep, tokens)
         if labels is not None and isinstance(tokens, Tensor) and not torch.compiler.is_compiling():
             require_labels(labels, tokens, self.config.vocab_size, logits_to_keep)
         outputs = super().forward(

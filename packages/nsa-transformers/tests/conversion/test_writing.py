@@ -65,6 +65,16 @@ def test_files_of_the_tokenizer_are_copied_and_code_is_not(dense, convert):
     assert [path.name for path in found.glob("*.py")] == ["modeling_nsa_core.py"]
 
 
+@pytest.mark.parametrize("kind", ["offloaded", "hybrid", 3])
+def test_a_cache_implementation_that_generate_refuses_is_left_out_and_said(dense, tmp_path, kind):
+    folder, lines = dense().folder, []
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True, "cache_implementation": kind}))
+    write_converted(plan_conversion(folder, ConversionOptions()), tmp_path / "out", lines.append)
+    assert any(f"generation_config.json is written without cache_implementation={kind!r}, which cannot hold NSA" in line for line in lines)
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"temperature": 0.5, "do_sample": True}
+    NSAForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+
+
 def test_settings_of_generation_that_cannot_be_read_are_refused_before_anything_is_written(dense, tmp_path):
     folder = dense().folder
     (folder / "generation_config.json").write_text("{")

@@ -103,7 +103,7 @@ class RankWatch:
     fallbacks: deque[float] = field(factory=lambda: deque(maxlen=2))
     """Counts up to each of the newest two logged steps."""
     seen_fallbacks: float | None = None
-    """Count up to the last look, after which more than two logged steps may follow; None before the first look."""
+    """Count up to the last poll, after which more than two logged steps may follow; None before the first poll."""
     recent: deque[tuple[float, float]] = field(factory=deque)
     """When each of the newest steps ended, as `lived_s`, and its tokens per second."""
     earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
@@ -152,7 +152,7 @@ class RankWatch:
         }
         return [Finding(kind, self.rank, self.step, detail) for kind, detail in found.items() if detail is not None]
 
-    def looked(self) -> None:
+    def polled(self) -> None:
         """Record that the findings were read, so that later ones count as new."""
         self.seen_fallbacks = self.fallbacks[-1] if self.fallbacks else self.seen_fallbacks
 

@@ -24,9 +24,9 @@ ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
 
 
 RECHECK_S = 1.0
-"""Seconds between looks of `--once`, until there is no doubt about the clocks."""
+"""Seconds between polls of `--once`, until there is no doubt about the clocks."""
 LONGEST_GAP = 2
-"""Maximum time between two looks that counts as watched, in intervals. In a longer gap the watcher itself was stopped, perhaps with the run."""
+"""Maximum time between two polls that counts as watched, in intervals. In a longer gap the watcher itself was stopped, perhaps with the run."""
 
 
 class Clocks(NamedTuple):
@@ -41,7 +41,7 @@ THIS_MACHINE = Clocks()
 
 
 class Watcher:
-    """Follows the heartbeat files of a run, each from the position of the last look."""
+    """Follows the heartbeat files of a run, each from the position of the last poll."""
 
     def __init__(self, paths: RunDirectory, *, wall: Callable[[], float] = time.time) -> None:
         """Start at the beginning of the records in `paths`; `wall` returns this machine's time, in seconds since the epoch.
@@ -56,14 +56,14 @@ class Watcher:
         self.paths = paths
         self.ranks: dict[Path, RankWatch] = {}
         self._wall = wall
-        self._has_looked = False
+        self._has_polled = False
         self._offsets: dict[Path, int] = {}
         self._seen_fallbacks: float | None = None
 
-    def look(self, now: float) -> list[Finding]:
+    def poll(self, now: float) -> list[Finding]:
         """Read new events and return the anomalies after `now` seconds of watching, the most serious first.
 
-        A rank counts as silent as long as looks find no new event of it. Wall clocks do not decide about a stall.
+        A rank counts as silent as long as polls find no new event of it. Wall clocks do not decide about a stall.
         """
         # before the records are read, so that a process that has ended has written all its events
         gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}
@@ -72,12 +72,12 @@ class Watcher:
                 # another process continues the run, at its own pace
                 if path not in self.ranks or event.get("msg") == "boot":
                     self.ranks[path] = RankWatch(event.get("rank") or 0)
-                self.ranks[path].observe(event, heard_s=now, age_s=None if self._has_looked else self._wall() - event["ts"])
-        self._has_looked = True
+                self.ranks[path].observe(event, heard_s=now, age_s=None if self._has_polled else self._wall() - event["ts"])
+        self._has_polled = True
         grace_s = self._grace_s(now)
         found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s, is_gone=rank.rank in gone)]
         for rank in self.members:
-            rank.looked()
+            rank.polled()
         in_table = self._rising_in_table()
         if not self.has_ended and not any(finding.kind == RISING_FALLBACKS for finding in found):
             found += in_table
@@ -142,14 +142,14 @@ def watch(
 ) -> int:
     """Watch a run until it ends (return 0; after an error 1) or something is wrong (return 4).
 
-    If something is wrong, write `.anomaly_type`, and `.HALT` if `is_halting`, and request a stack dump of a stalled rank. `is_once`: look once,
-    and again only while the clocks do not show whether a rank lives. `show` gets the watcher and the findings of the last look.
+    If something is wrong, write `.anomaly_type`, and `.HALT` if `is_halting`, and request a stack dump of a stalled rank. `is_once`: poll once,
+    and again only while the clocks do not show whether a rank lives. `show` gets the watcher and the findings of the last poll.
     """
     watcher = Watcher(paths, wall=clocks.wall)
     pause_s = min(interval_s, RECHECK_S) if is_once else interval_s
-    looked_at, watched_s, is_first = clocks.monotonic(), 0.0, True
+    polled_at, watched_s, is_first = clocks.monotonic(), 0.0, True
     while True:
-        found = watcher.look(watched_s)
+        found = watcher.poll(watched_s)
         if found:
             show(watcher, found)
             return _act(watcher, found, is_halting=is_halting, say=say)
@@ -160,8 +160,8 @@ def watch(
             show(watcher, [])
             return _conclude(watcher, watched_s, say)
         clocks.sleep(pause_s)
-        before, looked_at, is_first = looked_at, clocks.monotonic(), False
-        watched_s += min(looked_at - before, LONGEST_GAP * pause_s)
+        before, polled_at, is_first = polled_at, clocks.monotonic(), False
+        watched_s += min(polled_at - before, LONGEST_GAP * pause_s)
 
 
 def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Write the folder of a converted model. config.json is written last, so that an incomplete folder does not load."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa_transformers.arguments import WORKING_CACHES
 from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
 from nsa_transformers.conversion.tensor_files import write_shards
 from nsa_transformers.conversion.verifying import Difference, compare
-from nsa_transformers.weights import GENERATION
+from nsa_transformers.weights import GENERATION, generation_settings
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,13 +50,24 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, folder / GENERATION)
-    else:
-        generation_config(conversion.config).save_pretrained(folder)
+    _write_generation_settings(conversion, folder, say)
     difference = compare(conversion, folder, say)
     conversion.config.save_pretrained(folder)
     return Converted(conversion, difference)
+
+
+def _write_generation_settings(conversion: Conversion, folder: Path, say: Callable[[str], None]) -> None:
+    """Write generation_config.json: the source's, without a `cache_implementation` that `generate` would refuse."""
+    path = conversion.source.folder / GENERATION
+    settings = generation_settings(conversion.source.folder)
+    kind = settings.pop("cache_implementation", None)
+    if not path.is_file():
+        generation_config(conversion.config).save_pretrained(folder)
+    elif kind in WORKING_CACHES:
+        shutil.copyfile(path, folder / GENERATION)
+    else:
+        (folder / GENERATION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        say(f"{GENERATION} is written without cache_implementation={kind!r:.80}, which cannot hold NSA")
 
 
 def _progress(total: int, say: Callable[[str], None]) -> Callable[[int], None]:
