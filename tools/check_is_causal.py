@@ -53,6 +53,9 @@ def searched_files(root: Path) -> Iterator[Path]:
 
 def main(arguments: list[str]) -> int:
     """Check the files named in `arguments`, or the whole tree, and return the exit code."""
+    if any(word.startswith("-") for word in arguments):
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
     found = 0
     for path in map(Path, arguments) if arguments else searched_files(ROOT):
         for line, what in findings(path.read_text(encoding="utf-8")):

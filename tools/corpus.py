@@ -31,6 +31,8 @@ SUFFIXES = frozenset({".py", ".rst", ".md", ".txt"})
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 STDLIB = "python-standard-library"
 MIB = 2**20
+SIDES, RECORD = ("train", "held-out"), "corpus.json"
+"""The folders of a corpus, and the file that describes them."""
 
 
 class Project(NamedTuple):
@@ -149,7 +151,7 @@ def on_side(piece: bytes, *, is_held_out: bool) -> bytes:
 def write(sides: Sides, out: Path) -> dict[str, object]:
     """Write the pieces and corpus.json below `out`; return what it records."""
     projects, whole = list[dict[str, object]](), hashlib.sha256()
-    for folder, texts in zip(("train", "held-out"), sides, strict=True):
+    for folder, texts in zip(SIDES, sides, strict=True):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
         for text in texts:
@@ -174,7 +176,7 @@ def write(sides: Sides, out: Path) -> dict[str, object]:
         **{f"{name}_bytes": sum(len(piece) for text in texts for piece in text.pieces) for name, texts in sides._asdict().items()},
         "projects": projects,
     }
-    (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
@@ -185,6 +187,11 @@ def main(words: list[str] | None = None, projects: Iterable[Project] | None = No
     parser.add_argument("--limit-mib", type=float, default=200, help="size of all pieces")
     parser.add_argument("--piece-mib", type=float, default=1, help="size of a piece, at least; the last one of a project may be smaller")
     options = parser.parse_args(words)
+    sides_there = [name for name in SIDES if (options.out / name).exists()]
+    if sides_there and not (options.out / RECORD).is_file():
+        parser.error(
+            f"{options.out / sides_there[0]} would be deleted, and no {RECORD} beside it says that it is a corpus; name another folder"
+        )
     limit, piece = int(options.limit_mib * MIB), int(options.piece_mib * MIB)
     texts = list(read_projects(projects or installed_projects(), piece=piece, most=limit // 4))
     sides = divide(texts, limit)

@@ -225,7 +225,7 @@ def versions() -> dict[str, str]:
     query = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
     here = json.loads(subprocess.check_output([sys.executable, "-c", query, "torch", "triton", "hypothesis", "pytest"], text=True))
     found = subprocess.run(hatch("env", "find", "newest"), cwd=ROOT, capture_output=True, text=True, check=True)
-    newest = Path(found.stdout.split()[-1]) / "bin/python"
+    newest = Path(found.stdout.splitlines()[-1]) / "bin/python"
     there = json.loads(subprocess.check_output([newest, "-c", query, "triton"], text=True)) if newest.exists() else {}
     return {
         "python": platform.python_version(),

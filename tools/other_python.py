@@ -49,8 +49,14 @@ def dependencies() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the environment and return pytest's exit code, or pip's if it could not be made."""
+    """Make the environment and return pytest's exit code, or pip's if it could not be made; 2 for wrong arguments."""
+    if len(arguments) < 2 or arguments[0].startswith("-"):
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
     python, folder, *rest = arguments
+    if any(Path(folder).glob("*")) and not (Path(folder) / "pyvenv.cfg").is_file():
+        print(f"{folder} would be cleared, and is no virtual environment; name another folder", file=sys.stderr)
+        return 2
     is_between = rest[:1] == ["--between"]
     tests = (*TESTS_BETWEEN, *rest[1:]) if is_between else (*TESTS, *rest)
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 UNRELEASED = "## Unreleased\n"
+DEPENDENTS = ("packages/*/pyproject.toml", "examples/*/pyproject.toml", "docs/how-to/write-a-backend.md")
+"""Files that state version ranges of our packages, as patterns."""
 
 
 class ReleaseError(Exception):
@@ -82,7 +84,7 @@ def with_version(about: str, version: Version) -> str:
 
 
 def with_range(pyproject: str, package: str, version: Version) -> str:
-    """Return the text of a dependent's pyproject.toml, with the range of `version` for every requirement on `package`."""
+    """Return the text of one of DEPENDENTS, with the range of `version` for every requirement on `package`."""
     return re.sub(rf'"({re.escape(package)}(?:\[[\w,-]+\])?)>=[\d.]+,<[\d.]+"', rf'"\g<1>{version.range()}"', pyproject)
 
 
@@ -106,8 +108,8 @@ def plan(root: Path, package: str, bump: str, date: datetime.date) -> tuple[Vers
         about: with_version(about.read_text(encoding="utf-8"), version),
         changelog: with_section(changelog.read_text(encoding="utf-8"), version, date),
     }
-    for pyproject in sorted(root.glob("packages/*/pyproject.toml")):
-        texts[pyproject] = with_range(pyproject.read_text(encoding="utf-8"), package, version)
+    for dependent in sorted(path for pattern in DEPENDENTS for path in root.glob(pattern)):
+        texts[dependent] = with_range(dependent.read_text(encoding="utf-8"), package, version)
     return version, {path: text for path, text in texts.items() if text != path.read_text(encoding="utf-8")}
 
 

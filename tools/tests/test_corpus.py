@@ -48,6 +48,17 @@ def test_held_out_documents_are_whole_projects_that_are_not_trained_on(projects,
     assert {row["name"]: row["side"] for row in record["projects"]} == {name: side for side, names in projects_of.items() for name in names}
 
 
+def test_a_folder_that_is_no_corpus_is_left_alone(projects, tmp_path, capsys):
+    (tmp_path / "mine/train").mkdir(parents=True)
+    (tmp_path / "mine/train/precious.txt").touch()
+    with pytest.raises(SystemExit):
+        run(projects, tmp_path / "mine")
+    assert "train would be deleted, and no corpus.json beside it says that it is a corpus" in capsys.readouterr().err
+    assert (tmp_path / "mine/train/precious.txt").exists()
+    run(projects, tmp_path / "out")
+    run(projects, tmp_path / "out")
+
+
 def test_a_file_stands_in_the_first_project_that_has_it(projects, tmp_path):
     record = run(projects, tmp_path / "out")
     assert sum(text.count(b"shared = 1\n" * 100) for text in texts_of(tmp_path / "out").values()) == 1

@@ -136,6 +136,15 @@ def test_another_python_gets_the_tests_of_its_stage(monkeypatch, tmp_path):
     assert "--between" not in fewer
 
 
+def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path, capsys):
+    (tmp_path / "thesis.tex").touch()
+    assert other_python.main(["python3.12", str(tmp_path)]) == 2
+    assert "would be cleared, and is no virtual environment" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").exists()
+    assert other_python.main(["--help"]) == 2
+    assert "PYTHON FOLDER" in capsys.readouterr().err
+
+
 def test_the_report_names_no_path_of_the_machine() -> None:
     outside = ("/elsewhere/python3.12", str(full.ROOT / "tools/other_python.py"), sys.executable, "-q")
     assert full.readable(outside) == "python3.12 tools/other_python.py python -q"

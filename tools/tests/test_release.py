@@ -21,6 +21,9 @@ def tree(tmp_path):
         (source / "__about__.py").write_text('"""The version."""\n\n__version__ = "0.1.0"\n')
         (tmp_path / "packages" / name / "CHANGELOG.md").write_text(CHANGELOG)
         (tmp_path / "packages" / name / "pyproject.toml").write_text('dependencies = ["attrs>=23", "nsa-core>=0.1,<0.2"]\n')
+    for name in ("examples/plugin/pyproject.toml", "docs/how-to/write-a-backend.md"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text('dependencies = ["nsa-core>=0.1,<0.2"]\n')
     release.git(tmp_path, "init", "--quiet")
     for key, value in (("user.name", "a"), ("user.email", "a@b.c"), ("commit.gpgsign", "false"), ("tag.gpgsign", "false")):
         release.git(tmp_path, "config", key, value)
@@ -53,6 +56,8 @@ def test_a_release_changes_version_changelog_and_dependents(tree):
     assert "## Unreleased\n\n## 0.2.0 - 2026-11-21\n\n- A thing.\n\n## 0.1.0" in read(tree, "nsa-core/CHANGELOG.md")
     assert read(tree, "nsa-train/pyproject.toml") == 'dependencies = ["attrs>=23", "nsa-core>=0.2,<0.3"]\n'
     assert '__version__ = "0.1.0"' in read(tree, "nsa-train/src/nsa_train/__about__.py")
+    for name in ("examples/plugin/pyproject.toml", "docs/how-to/write-a-backend.md"):
+        assert (tree / name).read_text() == 'dependencies = ["nsa-core>=0.2,<0.3"]\n'
 
 
 def test_a_release_is_committed_and_tagged(tree):
