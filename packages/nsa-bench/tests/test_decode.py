@@ -170,6 +170,14 @@ def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "out is off by" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_step_of_nan_is_written_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    attend = DecodeStep.attend
+    monkeypatch.setattr(DecodeStep, "attend", lambda self, *arguments, **keywords: attend(self, *arguments, **keywords) * torch.nan)
+    assert run_command(["decode", *WORDS, "--context", "100,80", "--batch", "1", "--json", str(tmp_path / "d.json")]) == 1
+    rows = json.loads((tmp_path / "d.json").read_text())["rows"]
+    assert [(row["S"], row["error"]) for row in rows] == [(100, "inf"), (80, "inf")]
+
+
 def test_a_wrong_choice_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(importance: Tensor, positions: Tensor, geometry: Any) -> Tensor:
         found = torch.tensor([0, 1, 5, 6], dtype=torch.int32)

@@ -164,6 +164,9 @@ def test_a_way_that_fails_has_a_reason_and_no_figure(monkeypatch: pytest.MonkeyP
     assert set(result.step_ms) == {"nsa", "nsa graph", "dense graph"}
     assert result.tokens_per_second("transformers") is None
     # our own failure is the command's
+    monkeypatch.setattr(generate, "_nsa_by_graph", fail)
+    assert run_command(["generate", *WORDS, "--prompt", "20"]) == 1
+    assert "nsa graph: RuntimeError: no [memory]" in capsys.readouterr().err
     monkeypatch.setattr(generate, "_nsa", fail)
     assert run_command(["generate", *WORDS, "--prompt", "20"]) == 1
     said = capsys.readouterr()

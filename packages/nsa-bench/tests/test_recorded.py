@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa_bench.attention.plan import make_plan
 from nsa_bench.cases import Case, Recorded, Selection, head_shape, parse_geometry, parse_selections
+from nsa_bench.cli import run_command
 from nsa_bench.errors import OptionError
 from nsa_bench.inputs import free_overlap, make_block_indices, make_tensors, positions_of
 from nsa_bench.options import AttentionOptions
@@ -114,6 +115,20 @@ def test_the_inputs_of_a_case_follow_its_recording(recording: Recording, file: s
         lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **options).lse
         chosen = select_blocks(inputs.q, inputs.k_cmp, lse, **options)[0]
     assert (chosen == mapped_choice(case, recording, CPU)).all(-1).float().mean() > 0.9
+
+
+def test_a_recording_is_never_replaced_by_results(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(file).read_bytes()
+    words = ["--device", "cpu", "--shapes", "4/2/16/8", "--lengths", "48", "--selection", f"recorded:{file}", "--json", file]
+    assert run_command(["attention", *words]) == 2
+    assert "is the recording (it would be lost)" in " ".join(capsys.readouterr().err.split())
+    assert Path(file).read_bytes() == before
+
+
+def test_two_recordings_of_one_file_name_are_refused() -> None:
+    with pytest.raises(OptionError, match="two recordings with one file name"):
+        parse_selections("recorded:a/c.json,recorded:b/c.json")
+    assert len(parse_selections("recorded:a/c.json,recorded:a/c.json")) == 1
 
 
 def test_selections_are_named_on_the_command_line(file: str) -> None:

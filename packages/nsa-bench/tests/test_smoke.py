@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa_bench.cli import run_command
+from nsa_bench.smoke import smoke_table
 
 HEADER = "step,loss,ppl,lr,toks_per_s,grad_norm,fetch_ms,step_ms,mfu,is_clipped"
 FINISH = {"ts": 2.0, "msg": "finish", "step": 2}
@@ -46,6 +47,19 @@ def test_a_rule_that_does_not_hold_is_exit_1(run: Path, capsys: pytest.CaptureFi
     # the file of this command carries the figures inside
     assert run_command(["smoke", str(run), "--json", str(run / "s.json")]) == 0
     assert run_command(["smoke", str(run), "--compare-baseline", str(run / "s.json")]) == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "better.json"])
+def test_results_never_replace_what_is_read(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    baseline = run / "better.json"
+    baseline.write_text(json.dumps(METRICS))
+    assert run_command(["smoke", str(run), "--compare-baseline", str(baseline), "--json", str(run / name)]) == 2
+    assert "(it would be lost); name another file for results" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((run / name).read_text()) == METRICS
+
+
+def test_a_path_with_brackets_is_shown_whole() -> None:
+    assert str(smoke_table(Path("runs/lr=[a]/x[/y]"), []).title) == "smoke runs/lr=[a]/x[/y]"
 
 
 def test_an_unreadable_record_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

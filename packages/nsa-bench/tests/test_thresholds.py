@@ -115,6 +115,14 @@ def test_the_table_is_written(install: Any, tmp_path: Path, capsys: pytest.Captu
     assert "thresholds" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("once")
+def test_a_wrong_kernel_is_exit_1(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    install("wrong", WINDOW.replace("geometry=geometry, scale=scale)", "geometry=geometry, scale=scale) * 1.5").replace("third", "wrong"))
+    words = ["--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24", "--lengths", "48", "--operations", "win", "--backends", "sdpa,wrong"]
+    assert run_command(["thresholds", "--device", "cpu", *words]) == 1
+    assert "of 4 results are wrong or failed; the output above says why" in " ".join(capsys.readouterr().err.split())
+
+
 def test_without_a_kernel_there_is_no_threshold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code = run_command(["thresholds", "--device", "cpu", "--lengths", "8", "--shapes", "3/3/5/5", "--operations", "slc"])
@@ -153,9 +161,11 @@ def test_dense_attention_is_swept(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["thresholds", "--operations", "x"], "--operations has 'x'"),
         (["thresholds", "--backends", "absent"], "--backends has 'absent'"),
-        (["thresholds", "--seconds", "0"], "--seconds=0 leaves no time"),
-        (["thresholds", "--seconds", "-3"], "--seconds=-3 leaves no time"),
-        (["thresholds", "--seconds", "nan"], "--seconds=nan leaves no time"),
+        (["thresholds", "--seconds", "0"], "--seconds=0 is no time"),
+        (["thresholds", "--seconds", "-3"], "--seconds=-3 is no time"),
+        (["thresholds", "--seconds", "nan"], "--seconds=nan is no time"),
+        (["thresholds", "--seconds", "inf"], "--seconds=inf is no time"),
+        (["thresholds", "--write", "absent.json", "--json", "absent.json"], "'absent.json' is the file of other results"),
         (["fa2-sweep", "--head-dims", "0"], "--head-dims has '0'"),
         (["fa2-sweep", "--dtypes", "int8"], "--dtypes has 'int8'"),
         (["fa2-sweep", "--baseline", "none"], "--baseline=none leaves nothing to time"),

@@ -154,6 +154,10 @@ def test_without_a_dense_twin_there_is_no_ratio() -> None:
 def test_bad_options_are_refused_before_anything_runs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["train", str(recipe), "--steps", "2"]) == 2
     assert "use 5 or more" in capsys.readouterr().err
+    assert run_command(["train", str(recipe), "--steps", "5000"]) == 2
+    assert "use fewer than 5000" in " ".join(capsys.readouterr().err.split())
+    assert run_command(["train", str(recipe), "--json", str(recipe)]) == 2
+    assert "is the recipe (it would be lost)" in " ".join(capsys.readouterr().err.split())
     assert run_command(["train", str(recipe), "--set", "train.stepz=2"]) == 2
     assert "did you mean train.steps?" in capsys.readouterr().err
     assert run_command(["train", "no-such-recipe"]) == 2

@@ -179,7 +179,7 @@ def parse_selections(text: str) -> tuple[Selection | Recorded, ...]:
     """Return the selections of "random,recorded:FILE", recorded ones last, once each.
 
     Raises:
-        OptionError: for an unknown name.
+        OptionError: for an unknown name, or two recordings whose files have one name.
     """
     names, recorded = [], []
     for name in text.split(","):
@@ -190,7 +190,10 @@ def parse_selections(text: str) -> tuple[Selection | Recorded, ...]:
             names.append(name)
         else:
             raise OptionError(f"--selection has {name!r} (the rule: some of {', '.join(Selection)}, recorded:FILE); use {Selection.RANDOM}")
-    return (*(selection for selection in Selection if selection in names), *dict.fromkeys(recorded))
+    different = tuple(dict.fromkeys(recorded))
+    if len({one.value for one in different}) < len(different):
+        raise OptionError(f"--selection has two recordings with one file name, {text!r} (results name the file alone); rename one")
+    return (*(selection for selection in Selection if selection in names), *different)
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:

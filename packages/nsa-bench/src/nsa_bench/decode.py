@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import Case, HeadShape, dtype_of, find_device, given, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import describe_failure, free_cached_memory, replay_of, time_call
+from nsa_bench.measurement import describe_failure, finite, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
 from nsa_bench.peers import DECODE_PEERS, DecodePeer
 from nsa_bench.reporting import collect, in_rows
@@ -412,7 +412,8 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
         "peers": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.peers.items()),
         "peer_errors": " ".join(f"{name.replace(' ', '_')}={error:.2e}" for name, error in one.peer_errors.items()),
         "peer_notes": " | ".join(one.peer_notes),
-        "error": one.error, "limit": one.limit, "near_ties": one.near_ties, "routes": one.routes, "reason": one.failure or "; ".join(one.notes),
+        "error": None if one.error is None else finite(one.error), "limit": None if one.limit is None else finite(one.limit),
+        "near_ties": one.near_ties, "routes": one.routes, "reason": one.failure or "; ".join(one.notes),
         **common,
     }  # fmt: skip
 

@@ -41,7 +41,8 @@ def trainer_for(command: str) -> Iterator[None]:
     """
     if find_spec("nsa_train") is None:
         raise OptionError(
-            f"{command} drives nsa-train, which is not installed (it is an extra); in a checkout: pip install ./packages/nsa-train"
+            f"{command} drives nsa-train, which is not installed (it is an extra); in a checkout: "
+            "pip install ./packages/nsa-train './packages/nsa-bench[train]'"
         )
     from nsa_train.errors import TrainError
 
@@ -61,6 +62,16 @@ def require_transformers(command: str) -> None:
         raise OptionError(
             f"{command} needs nsa-transformers, which is not installed (it is an extra); in a checkout: pip install ./packages/nsa-transformers"
         )
+
+
+def require_matplotlib(png_file: Path | None) -> None:
+    """Check that `png_file`, the value of `--png`, can be drawn.
+
+    Raises:
+        OptionError: if it is given and matplotlib is not installed.
+    """
+    if png_file is not None and find_spec("matplotlib") is None:
+        raise OptionError(f"--png={str(png_file)!r} needs matplotlib, which is not installed (it is an extra); pip install matplotlib")
 
 
 def require_checkpoint(name: str, path: Path) -> None:

@@ -36,6 +36,8 @@ from nsa_core.testing.tolerances import largest, max_error
 GPU_PROMPT, CPU_PROMPT = "8k,16k,64k", "128"
 GPU_BATCH, CPU_BATCH = "1,16", "1"
 WAYS = ("nsa", "nsa graph", "dense graph", "transformers")
+OUR_WAYS = {"nsa", "nsa graph"}
+"""The ways whose failure is an error of the command."""
 SETTLING = 4
 """Tokens of a generation, after the first, that are not timed: steps are captured then."""
 GENERATIONS = 3

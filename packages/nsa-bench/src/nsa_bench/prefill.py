@@ -219,8 +219,13 @@ class Prompt:
             tiles=tuple(attrs.evolve(one, ms=time_ms) for one, time_ms in zip(result.tiles, times, strict=True)),
             total_ms=median(sum(of_pass) for of_pass in passes),
             whole_ms=time_call(self.whole, self.device).median_ms,
-            peak_bytes=peak_bytes(lambda: [call() for call in self.calls(tile)], self.device, held_before),
+            peak_bytes=peak_bytes(lambda: self.read(tile), self.device, held_before),
         )
+
+    def read(self, tile: int) -> None:
+        """Read the prompt into a new cache. No output is kept."""
+        for call in self.calls(tile):
+            call()
 
     def calls(self, tile: int) -> list[Callable[[], Tensor]]:
         """Return the calls that read the prompt into a new cache, in order."""

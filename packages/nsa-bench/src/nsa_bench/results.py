@@ -5,9 +5,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -53,15 +54,17 @@ class Output:
         environment = describe()
         return environment | {"commit": self.commit or environment["commit"]}
 
-    def check_files(self, *others: Path | None, plan: Path | None = None) -> None:
+    def check_files(self, *others: Path | None, inputs: Mapping[Path, str] = MappingProxyType({})) -> None:
         """Check that the files, and `others` that the command writes, can be written, before anything is measured.
 
+        `inputs`: files that the command reads, with what each is, such as "the plan"; a path without a file is left out.
+
         Raises:
-            OptionError: if a file would replace another one, or `plan`, the file of a plan.
+            OptionError: if a file would replace another one or one of `inputs`.
             OSError: if one cannot be written.
         """
         paths = [path for path in (self.files.json_file, self.files.csv_file, *others) if path is not None]
-        taken = {} if plan is None else {plan.resolve(): "the plan"}
+        taken = {path.resolve(): what for path, what in inputs.items() if path.is_file()}
         for path in paths:
             if said := taken.get(path.resolve()):
                 raise OptionError(f"{str(path)!r} is {said} (it would be lost); name another file for results")

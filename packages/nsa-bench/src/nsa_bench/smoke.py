@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.results import Output
+from nsa_train.run_dir import RunDirectory
 from nsa_train.smoke import Verdict, judge_run
 
 WORDS = {True: "ok", False: "FAIL", None: "n/a"}
@@ -19,7 +20,8 @@ def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: 
     Raises:
         nsa_train.errors.ConfigError: if `folder` is not a run, or the baseline cannot be used.
     """
-    output.check_files()
+    inputs = {RunDirectory(folder).metrics: "the figures of the run"} | ({} if baseline is None else {baseline: "the baseline"})
+    output.check_files(inputs=inputs)
     records, verdicts = judgement = judge_run(folder, baseline=baseline, tolerance=tolerance)
     output.show(smoke_table(folder, verdicts))
     rows: list[dict[str, Any]] = [attrs.asdict(verdict) for verdict in verdicts]
@@ -33,7 +35,7 @@ def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: 
 
 def smoke_table(folder: Path, verdicts: list[Verdict]) -> Table:
     """Return a line per rule."""
-    table = Table("rule", "verdict", "found", title=f"smoke {folder}")
+    table = Table("rule", "verdict", "found", title=Text(f"smoke {folder}"))
     for verdict in verdicts:
         word = Text(WORDS[verdict.is_passed], style="red" if verdict.is_passed is False else "")
         table.add_row(Text(verdict.rule), word, Text(verdict.found))

@@ -113,8 +113,8 @@ def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
     operations = parse_names("--operations", options.operations, OURS)
     installed = tuple(dict.fromkeys(one.name for one in RouteRecorder.of_installed().backends))
     backends = parse_names("--backends", given(options.backends, ",".join(installed)), installed)
-    if options.seconds is not None and not options.seconds > 0:
-        raise OptionError(f"--seconds={options.seconds:g} leaves no time (the rule: above 0); use 120")
+    if options.seconds is not None and not 0 < options.seconds < inf:
+        raise OptionError(f"--seconds={options.seconds:g} is no time (the rule: a number above 0); use 120")
     seconds = inf if options.seconds is None else options.seconds
     return ThresholdPlan(
         cases=cases, operations=operations, directions=directions, backends=backends, device=device, seconds=seconds
@@ -172,15 +172,15 @@ class Race:
                     )
 
 
-def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]:
-    """Measure the cases of `options`, print the table, write the files, and return the thresholds.
+def run_thresholds(options: ThresholdOptions, output: Output) -> list[Measurement]:
+    """Measure the cases of `options`, print the table of thresholds, write the files, and return the measurements.
 
     Raises:
         OptionError: if options are invalid, or no installed kernel serves any of the cases.
     """
     plan = make_threshold_plan(options)
-    output.check_files()
     target = table_file(options)
+    output.check_files(target)
     kept = [] if target is None else kept_rows(target)
     common = common_columns(output.environment)
     capability = torch.cuda.get_device_capability(plan.device) if plan.device.type == "cuda" else None
@@ -214,7 +214,7 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
     if race.is_stopped:
         output.say(f"stopped after {plan.seconds:g} s (--seconds); lengths or shapes are missing")
     output.show(threshold_table(found))
-    return found
+    return measurements
 
 
 def table_file(options: ThresholdOptions) -> Path | None:

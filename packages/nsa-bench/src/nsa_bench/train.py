@@ -22,6 +22,7 @@ from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.launching import environment_of_run, stopped_by_signals
 from nsa_bench.results import Output, facts_of
 from nsa_train.errors import ConfigError
+from nsa_train.preflight.judge import LONG_STEPS
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
@@ -77,6 +78,10 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
     """
     if steps < LEAST_STEPS:
         raise OptionError(f"--steps={steps} leaves no steady step to time (the first ones warm up); use {LEAST_STEPS} or more")
+    if steps >= LONG_STEPS:
+        raise OptionError(
+            f"--steps={steps} would be a run that must save checkpoints, which this command does not; use fewer than {LONG_STEPS}"
+        )
     # the keys that this command sets for each twin; one of the twins keeps model.layers of the recipe
     sets = [{setting.partition("=")[0] for setting in twin_settings((), attention, steps)} for attention in TWINS[twins]]
     asked = {override: override.partition("=")[0].strip() for override in overrides}
@@ -86,7 +91,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
         configs = [load_config(recipe, twin_settings(overrides, attention, steps)) for attention in TWINS[twins]]
     except ConfigError as error:
         raise OptionError(str(error)) from None
-    output.check_files()
+    output.check_files(inputs={Path(recipe): "the recipe"})
     _check_routes(configs, output)
     environment = output.environment
     results: list[TrainingResult] = []

@@ -1,6 +1,7 @@
 """Means over seeds, their standard errors, and differences seed by seed."""
 
 import io
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rich.console import Console
 from nsa_bench.ablate.plan import Plan, Trial, Variant
 from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, draw, summarize, to_json, to_rows
 from nsa_bench.results import TABLE_WIDTH
+from nsa_bench.results import to_json as as_text
 from nsa_train.settings.recipe import load_config
 
 CONFIG = load_config("demo")
@@ -74,8 +76,32 @@ def test_what_is_not_finished_has_a_line_without_figures() -> None:
         "best_val_loss": None, "best_val_loss_error": None, "right": None, "right_error": None, "toks_per_s": None,
         "toks_per_s_error": None, "difference": None, "difference_error": None, "is_best": False, "seeds": 0,
     }  # fmt: skip
-    rows = to_rows(plan, [result_of(dense, 0, 2.0)], ENVIRONMENT)
-    assert [(row["variant"], row["val_loss"], row["commit"]) for row in rows] == [("dense", 2.0, "x"), ("nsa", None, "x")]
+    rows = to_rows(plan, [result_of(dense, 0, 2.0, ran_on=ENVIRONMENT)])
+    assert [(row["variant"], row["val_loss"], row["commit"]) for row in rows] == [("dense", 2.0, "x"), ("nsa", None, None)]
+
+
+def test_trials_of_several_machines_are_not_said_to_be_of_one() -> None:
+    dense, nsa = Variant("dense"), Variant("nsa")
+    elsewhere = {**ENVIRONMENT, "gpu": "y", "commit": "z", "time": "y"}
+    results = [
+        result_of(dense, 0, 2.0, ran_on=ENVIRONMENT),
+        result_of(dense, 1, 2.0, ran_on=elsewhere),
+        result_of(nsa, 0, 2.0, ran_on=elsewhere),
+    ]
+    rows = to_rows(plan_of(dense, nsa), results)
+    assert [(row["gpu"], row["cpu"], row["commit"], row["time"]) for row in rows] == [
+        ("several", "x", "several", "y"),
+        ("y", "x", "z", "y"),
+    ]
+    assert [row["toks_per_s"] for row in rows] == [None, 10.0]
+    assert "the trials differ in gpu, commit: see ran_on" in str(ablation_table(plan_of(dense, nsa), results).caption)
+    assert ablation_table(plan_of(dense, nsa), results[1:]).caption is None
+
+
+def test_a_point_of_infinity_is_written() -> None:
+    variant = Variant("nsa", (("train.grad_clip", math.inf),))
+    content = to_json(plan_of(variant, baseline=None), [result_of(variant, 0, 2.0)], ENVIRONMENT)
+    assert json.loads(as_text(content))["variants"][0]["train.grad_clip"] == "inf"
 
 
 def test_a_plan_without_a_baseline_compares_nothing() -> None:

@@ -129,6 +129,12 @@ def test_a_plan_of_ours_can_be_run(name: str) -> None:
     assert all(later.config.train.seq_len >= arm.stages[0].config.train.seq_len for arm in plan.arms for later in arm.stages)
 
 
+def test_an_override_never_replaces_what_defines_an_arm(plan_file: Path) -> None:
+    with pytest.raises(OptionError, match=r"--set model.attention would replace that key of section arms.dense, which defines the arm"):
+        load_plan(str(plan_file), None, ["model.attention=nsa"])
+    load_plan(str(plan_file), None, ["train.lr=0.01"])
+
+
 def test_an_unknown_plan_is_refused() -> None:
     with pytest.raises(OptionError, match="PLAN='tinny' is neither a shipped plan nor a file; use one of tiny"):
         load_plan("tinny")

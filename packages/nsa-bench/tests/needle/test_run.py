@@ -72,7 +72,7 @@ def test_after_the_minutes_no_other_arm_begins(plan_file: Path, monkeypatch: pyt
     monkeypatch.setattr(running, "command_of", command_of)
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     said: list[str] = []
-    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append, after_each=ignore)
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append, after_each=ignore, facts=dict)
     assert [line for line in said if line.startswith("started")] == ["started nsa_stage=1_seed=0"]
 
 
@@ -96,7 +96,7 @@ def test_a_signal_during_an_evaluation_leaves_its_length_to_the_next_call(
     said: list[str] = []
     # a failure of this test must not end the process of all tests
     with handled({one: lambda *_: pytest.fail(f"{number.name} was left to the system") for one in (signal.SIGTERM, signal.SIGHUP)}):
-        assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore)
+        assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore, facts=dict)
     assert said[-1] == "stopped: the length that was being evaluated is left for the next call"
     assert not list(read_cells(plan, plan.arms[0], out))
 
@@ -108,7 +108,7 @@ def test_no_stage_begins_after_one_that_failed_and_other_arms_do(plan_file: Path
     monkeypatch.setattr(running, "command_of", command_of)
     plan, out = load_plan(str(plan_file), plan_file.parent / "out")
     said: list[str] = []
-    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore)
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append, after_each=ignore, facts=dict)
     began = [line.split()[1] for line in said if line.startswith("started")]
     assert began == [line.split()[1] for line in said if line.startswith("FAILED")] == [arm.stages[0].name for arm in plan.arms]
     assert said[-1].endswith(": it cannot be")
@@ -174,7 +174,12 @@ def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path)
         for depth, right in enumerate(found)
     ]
     table = needle_table(plan, [{"arm": "nsa", "cells": cells[:3] + cells[4:5]}, {"arm": "dense", "cells": cells}])
-    assert [list(column.cells) for column in table.columns] == [["nsa", "dense"], ["trained"] * 2, ["100.0"] * 2, ["50.0", "50.0 (0)"]]
+    assert [[str(cell) for cell in column.cells] for column in table.columns] == [
+        ["nsa", "dense"],
+        ["trained"] * 2,
+        ["100.0"] * 2,
+        ["50.0", "50.0 (0)"],
+    ]
 
 
 @pytest.mark.parametrize(

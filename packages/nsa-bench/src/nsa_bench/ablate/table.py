@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,14 @@ from rich.text import Text
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
 from nsa_bench.ablate.run import TrialFolder, check_trials, prepare, run_trials, visible_gpus
-from nsa_bench.errors import BenchError, OptionError
+from nsa_bench.errors import BenchError, OptionError, require_matplotlib
 from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
 AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
 """The figures of trials whose means are in the table."""
+SEVERAL = "several"
+"""A fact that differs among trials: they ran on several machines, with several versions or at several commits."""
 DAMAGED = (OSError, ArithmeticError, LookupError, TypeError, ValueError)
 """Errors that reading figures raises if a file lacks some of them or holds something else."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
@@ -52,7 +54,8 @@ def run_ablation(
     plan = load_plan(name, overrides)
     known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
     trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
-    output.check_files(png_file, plan=Path(name))
+    output.check_files(png_file, inputs={Path(name): "the plan"})
+    require_matplotlib(png_file)
     root = out or Path("ablations") / plan.name
     check_trials(trials, root)
     folders = prepare(trials, root)
@@ -62,7 +65,7 @@ def run_ablation(
     def write() -> list[TrialResult]:
         results = [*known.values(), *(result_of(folder, output.commit) for folder in folders if folder.judged.is_file())]
         if results:
-            output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+            output.write(to_json(plan, results, output.environment), to_rows(plan, results))
         return results
 
     for folder in folders:
@@ -249,6 +252,11 @@ def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
     """Return a line for each variant of `plan`, even if none of its trials is finished."""
     found = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
     means = {variant: {name: Mean.of([getattr(one, name) for one in own]) for name in AVERAGED} for variant, own in found.items()}
+    for variant, own in found.items():
+        facts = common_facts(one.ran_on for one in own)
+        if SEVERAL in (facts["gpu"], facts["cpu"]):
+            # speeds of different machines have no mean
+            means[variant]["toks_per_s"] = None
     best = {
         arm: min((own["val_loss"].mean for variant, own in means.items() if variant.arm == arm and own["val_loss"]), default=math.inf)
         for arm in {variant.arm for variant in found}
@@ -287,13 +295,31 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
     }
 
 
-def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each variant, for CSV."""
-    return [{**_summary_row(summary), **facts_of(environment)} for summary in summarize(plan, results)]
+def to_rows(plan: Plan, results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+    """Return a row for each variant, for CSV, with the facts of the machines that trained it."""
+    return [
+        {**_summary_row(summary), **common_facts(one.ran_on for one in results if one.variant == summary.variant)}
+        for summary in summarize(plan, results)
+    ]
+
+
+def common_facts(ran_on: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the facts that all of `ran_on` share, SEVERAL for those that differ, and the latest time; None for what is unknown."""
+
+    of_trials = list(ran_on)
+
+    def shared(name: str) -> Any:
+        values = {one.get(name) for one in of_trials}
+        return SEVERAL if len(values) > 1 else next(iter(values), None)
+
+    times = [one["time"] for one in of_trials if one.get("time")]
+    return {name: shared(name) for name in facts_of({})} | {"time": max(times, default=None)}
 
 
 def _summary_row(summary: Summary) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": str(summary.variant), "arm": summary.variant.arm, **dict(summary.variant.point)}
+    # JSON has no infinity
+    point = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in summary.variant.point}
+    row: dict[str, Any] = {"variant": str(summary.variant), "arm": summary.variant.arm, **point}
     for name, value in attrs.asdict(summary, recurse=False).items():
         if name in (*AVERAGED, "difference"):
             row[name], row[f"{name}_error"] = (value.mean, value.error) if value else (None, None)
@@ -305,7 +331,7 @@ def _summary_row(summary: Summary) -> dict[str, Any]:
 
 def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     """Return a line for each variant; means are over seeds, with their standard error."""
-    table = Table(title=f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials")
+    table = Table(title=Text(f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials"))
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
         if not title.endswith("None"):
             # on a narrow screen figures break at spaces, and names keep some width
@@ -326,8 +352,11 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
         if plan.baseline is not None:
             cells.append(_shown(summary.difference, "{:+.4f}"))
         table.add_row(*cells, _shown(summary.right, "{:.3f}"), _shown(summary.toks_per_s, "{:,.0f}", with_error=False))
-    if has_grid:
-        table.caption = "* the best point of the grid for its arm"
+    facts = common_facts(one.ran_on for one in results)
+    differing = [name for name in ("gpu", "cpu", "commit") if facts[name] == SEVERAL]
+    notes = ["* the best point of the grid for its arm"] if has_grid else []
+    notes += [f"the trials differ in {', '.join(differing)}: see ran_on in the JSON file"] if differing else []
+    table.caption = Text("\n".join(notes)) if notes else None
     return table
 
 

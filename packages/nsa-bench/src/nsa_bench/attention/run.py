@@ -5,6 +5,7 @@ results are timed. Peak memory is that of the whole operation, forward and backw
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,7 +17,7 @@ from nsa_bench.attention.plan import Plan, make_plan
 from nsa_bench.attention.sweep import judge_sweep, sweep_rows, sweep_table
 from nsa_bench.attention.targets import judge_targets, target_rows, targets_table
 from nsa_bench.baselines import find_baseline
-from nsa_bench.cases import DENSE, Case
+from nsa_bench.cases import DENSE, Case, Recorded
 from nsa_bench.inputs import free_overlap, make_block_indices, make_tensors, positions_of
 from nsa_bench.measurement import (
     Direction,
@@ -51,6 +52,8 @@ def run_attention(options: AttentionOptions, output: Output) -> list[Measurement
         OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
     """
     plan = make_plan(options)
+    recordings = {Path(job.case.selection.path) for job in plan.jobs if isinstance(job.case.selection, Recorded)}
+    output.check_files(inputs=dict.fromkeys(recordings, "the recording"))
     check_backend(options.backend, ((request_of(each, job.case, plan.device),) for job in plan.jobs for each in job.operations))
     setup = Setup(device=plan.device, registry=RouteRecorder.of_installed(), backend=options.backend)
     return run_plan(plan, setup, attrs.asdict(options), output)

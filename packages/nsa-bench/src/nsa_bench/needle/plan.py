@@ -213,6 +213,8 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
         nearby = path.parent / content["recipe"]
         recipe = str(nearby) if nearby.is_file() else content["recipe"]
         own = [override for override in overrides if override.partition(".")[0].strip() != "grid"]
+        if replaced := [*_replaced(content["arms"], own)]:
+            raise OptionError.of([f"{path.name}: {problem}" for problem in replaced])
         arms = tuple(_arm(name, content, recipe, own, out) for name in content["arms"])
     except ConfigError as error:
         raise OptionError.of([f"{path.name}: {line}" for line in str(error).splitlines()]) from None
@@ -220,6 +222,14 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
     if problems := found.problems():
         raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
     return found, out
+
+
+def _replaced(arms: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each key of an arm that one of `overrides` would replace."""
+    for key in (override.partition("=")[0].strip() for override in overrides):
+        table, _, name = key.partition(".")
+        for arm in (arm for arm, tables in arms.items() if name in tables.get(table, {})):
+            yield f"--set {key} would replace that key of section arms.{arm}, which defines the arm; leave it out"
 
 
 def _grid_of(table: Mapping[str, Any]) -> Grid:

@@ -19,7 +19,7 @@ from nsa_train.telemetry.records import load_json
 
 Say = Callable[[str], None]
 CELL_KEYS = {"length", "settings", "seconds", "cells"}
-"""The keys of a file of cells."""
+"""The keys that every file of cells has."""
 
 
 def minutes_until(end: float | None) -> float | None:
@@ -28,11 +28,19 @@ def minutes_until(end: float | None) -> float | None:
 
 
 def train_and_evaluate(
-    plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minutes: float | None, say: Say, after_each: Callable[[], object]
+    plan: NeedlePlan,
+    out: Path,
+    *,
+    arms: Sequence[Arm],
+    minutes: float | None,
+    say: Say,
+    after_each: Callable[[], object],
+    facts: Callable[[], dict[str, Any]],
 ) -> bool:
     """Train the unfinished stages of a plan's `arms`, then evaluate the grid; return whether all results exist.
 
-    `after_each` is called when a stage has ended and when a length has been evaluated.
+    `after_each` is called when a stage has ended and when a length has been evaluated. `facts` returns machine, versions and commit, which
+    the file of a length records.
     After `minutes`, at Ctrl-C, SIGTERM and SIGHUP a stage saves and ends. An evaluation ends after a length when the minutes are over, and
     at once at a signal. The next call continues. An arm whose stage fails is not trained further; its log says why.
 
@@ -52,7 +60,7 @@ def train_and_evaluate(
                     return False
                 if not all(folder.judged.is_file() for folder in folders[arm]):
                     continue
-                for left in _evaluated(plan, arm, out, say):
+                for left in _evaluated(plan, arm, out, say, facts):
                     after_each()
                     if left and minutes_until(end) == 0:
                         say(f"the minutes are over: {arm.name} has {left} lengths left for the next call")
@@ -73,7 +81,7 @@ def _stages_to_check(arm: Arm, out: Path) -> Iterator[Trial]:
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
-    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`.
+    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds`, `ran_on` and `cells`.
 
     Raises:
         BenchError: for a damaged file.
@@ -90,7 +98,7 @@ def _cells_of(path: Path) -> dict[str, Any]:
         problem = f"no {listed(sorted(missing))}" if (missing := CELL_KEYS - content.keys()) else ""
         if not problem:
             # made only to be checked
-            _ = [Cell(**cell) for cell in content["cells"]]
+            _ = [Cell(**cell) for cell in content["cells"]], dict(content.get("ran_on") or {})
     except (AttributeError, OSError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
@@ -114,7 +122,7 @@ def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
     }
 
 
-def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say) -> Iterator[int]:
+def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say, facts: Callable[[], dict[str, Any]]) -> Iterator[int]:
     """Evaluate the lengths that have no cells yet, and yield how many are left: once before the first, and after each."""
     known = {content["length"] for content in read_cells(plan, arm, out)}
     left = [length for length in plan.grid.lengths if length not in known]
@@ -127,7 +135,8 @@ def _evaluated(plan: NeedlePlan, arm: Arm, out: Path, say: Say) -> Iterator[int]
     for number, length in enumerate(left, 1):
         began = time.monotonic()
         cells = [cell._asdict() for cell in evaluation.cells(length)]
-        content = {"length": length, "settings": _settings(plan, length), "seconds": time.monotonic() - began, "cells": cells}
+        seconds = time.monotonic() - began
+        content = {"length": length, "settings": _settings(plan, length), "seconds": seconds, "ran_on": facts(), "cells": cells}
         path = _cells_file(out, arm, length)
         path.parent.mkdir(exist_ok=True)
         with written_whole(path) as aside:

@@ -6,10 +6,11 @@ from typing import Any
 
 from attrs import asdict
 from rich.table import Table
+from rich.text import Text
 
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.ablate.table import DAMAGED
-from nsa_bench.errors import BenchError, OptionError
+from nsa_bench.errors import BenchError, OptionError, require_matplotlib
 from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan
 from nsa_bench.needle.run import read_cells, train_and_evaluate
 from nsa_bench.results import Output, facts_of
@@ -42,17 +43,26 @@ def run_needle(
     if unknown := [arm for arm in arms if arm not in known]:
         raise OptionError(f"--arm={unknown[0]!r} is none of the arms of {plan.name!r}; use one of {listed(known)}")
     chosen = [arm for arm in plan.arms if not arms or arm.name in arms]
-    output.check_files(png_file, plan=Path(name))
+    output.check_files(png_file, inputs={Path(name): "the plan"})
+    require_matplotlib(png_file)
 
     def write() -> list[dict[str, Any]]:
         results = [arm_result(plan, arm, root) for arm in plan.arms]
-        output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+        output.write(to_json(plan, results, output.environment), to_rows(plan, results))
         return results
 
     for arm in plan.arms:
         # a damaged record is refused before anything is trained
         arm_result(plan, arm, root)
-    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say, after_each=lambda: output.keep(write))
+    is_whole = train_and_evaluate(
+        plan,
+        root,
+        arms=chosen,
+        minutes=minutes,
+        say=output.say,
+        after_each=lambda: output.keep(write),
+        facts=lambda: facts_of(output.environment),
+    )
     results = write()
     output.show(needle_table(plan, results))
     if png_file is not None and any(result["cells"] for result in results):
@@ -61,12 +71,14 @@ def run_needle(
 
 
 def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
-    """Return an arm's stages that are finished, its cells, and the seconds that each length took."""
+    """Return an arm's stages that are finished, its cells, and for each length the seconds and where and when it was evaluated."""
     contents = list(read_cells(plan, arm, out))
     return {
         "arm": arm.name,
         "stages": [found for stage in arm.stages if (found := _stage(out, stage)) is not None],
         "seconds": {str(content["length"]): round(content["seconds"], 2) for content in contents},
+        # files of older versions do not say it
+        "ran_on": {str(content["length"]): content.get("ran_on") for content in contents},
         "cells": [cell for content in contents for cell in content["cells"]],
     }
 
@@ -114,10 +126,13 @@ def to_json(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
     }
 
 
-def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each cell, for CSV."""
-    common = {"seed": plan.grid.seed, **facts_of(environment)}
-    return [{"arm": arm["arm"], **cell, **common} for arm in arms for cell in arm["cells"]]
+def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each cell, for CSV, with the facts of the machine that evaluated it."""
+
+    def facts(arm: dict[str, Any], length: int) -> dict[str, Any]:
+        return facts_of(arm["ran_on"][str(length)] or {})
+
+    return [{"arm": arm["arm"], **cell, "seed": plan.grid.seed, **facts(arm, cell["length"])} for arm in arms for cell in arm["cells"]]
 
 
 def chances(plan: NeedlePlan) -> dict[str, float]:
@@ -132,13 +147,13 @@ def chances(plan: NeedlePlan) -> dict[str, float]:
 def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
     """Return a line for each arm and mode: right answers for each length over all depths and, if it differs, at the worst depth."""
     grid = plan.grid
-    table = Table(title=f"{plan.name}: right answers, per cent; {grid.depths} depths x {grid.samples} samples a length")
+    table = Table(title=Text(f"{plan.name}: right answers, per cent; {grid.depths} depths x {grid.samples} samples a length"))
     table.add_column("arm")
     table.add_column("selected branch", no_wrap=True)
     for length in grid.lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     for arm, mode, cells in _by_mode(arms):
-        table.add_row(arm, mode, *(_shown([cell for cell in cells if cell["length"] == length]) for length in grid.lengths))
+        table.add_row(Text(arm), mode, *(_shown([cell for cell in cells if cell["length"] == length]) for length in grid.lengths))
     guess = chances(plan)
     table.caption = f"in brackets: the worst depth; by chance {guess['chance']:.2%}, with any pair's value {guess['chance_of_a_pair']:.2%}"
     return table
