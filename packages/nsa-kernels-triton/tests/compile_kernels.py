@@ -150,7 +150,8 @@ def run_case(
     indices = torch.zeros(1, num_rows, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
     others: dict[Operation, tuple[Any, ...]] = {
         Operation.CMP: (cmp,),
-        Operation.SELECT: (cmp, torch.zeros(q.shape[:3])),
+        # any dtype of lse is taken
+        Operation.SELECT: (cmp, torch.zeros(q.shape[:3], dtype=torch.float64)),
         Operation.SLC: (slc, indices),
         Operation.WIN: (win,),
         Operation.NSA: (cmp, slc, win, normal(1, num_rows, num_heads, 3)),

@@ -245,6 +245,20 @@ def test_pages_that_a_sequence_does_not_have_take_no_row() -> None:
     assert int(changed.sum()) == 1
 
 
+@pytest.mark.parametrize(("start", "num_new"), [(9, 3), (6, 4), (0, 11), (21, 8)])
+def test_a_ring_in_pages_is_written_where_the_reference_writes_it(start: int, num_new: int) -> None:
+    new = torch.randn(1, num_new, 2, 16, device=DEVICE)
+    found = []
+    for backend in (SDPABackend(operation=Operation.APPEND), TritonBackend(operation=Operation.APPEND)):
+        store = torch.zeros(4, 4, 2, 16, device=DEVICE)
+        # 8 rows in pages 1 and 0; the last page belongs to no sequence
+        ring = Keys(store, store.clone(), 2**31 - 1, page_table=int32(1, 0).unsqueeze(0), ring=True)
+        backend((NewRows(ring, new, 2 * new),), None, int32(start), int32(num_new), geometry=SMALL)
+        found.append((ring.k[:-1], ring.v[:-1]))
+    assert torch.equal(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])
+
+
 class Doubled(nn.Module):
     """A phi that the kernels do not know."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import attrs
@@ -16,7 +17,7 @@ from nsa_core.config import BRANCHES
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.steps import step_by_branches
 from nsa_core.testing.tolerances import allowed_error, max_error
-from nsa_kernels_triton import launch
+from nsa_kernels_triton import launch, plugin
 from nsa_kernels_triton.decode import kernels, op
 from nsa_kernels_triton.plugin import TritonBackend
 from nsa_kernels_triton.routing import MOST_STEP_ROWS
@@ -638,3 +639,14 @@ def test_a_layers_steps_take_the_three_launches(
         assert [name for name, _grid, _constants in launched] == (list(LAUNCHES) if rows <= MOST_STEP_ROWS else [])
         launched.clear()
         done += rows
+
+
+@pytest.mark.parametrize("scaled", ["slc", "win"])
+def test_a_gpu_without_fp8_takes_no_step_over_such_stores(scaled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.zeros(1, 8, 1, 16)
+    cmp, slc, win = (Keys(store, store, 8, k_scale=torch.ones(1, 8, 1) if name == scaled else None) for name in ("cmp", "slc", "win"))
+    q = SimpleNamespace(is_cuda=True, requires_grad=False)
+    operands = (SimpleNamespace(q=q, start=torch.zeros(1), max_count=1), cmp, slc, win, store)
+    for capability, takes in (((8, 0), False), ((8, 9), True)):
+        monkeypatch.setattr(plugin, "capability_of", lambda x, capability=capability: capability)
+        assert plugin.is_step(operands, SMALL) is takes

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.errors import InputError
 from nsa_core.reference import naive
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
 from nsa_kernels_triton import implementations, tile_table
+from nsa_kernels_triton.launch import Sequences
 from nsa_kernels_triton.plugin import TritonBackend
 from nsa_kernels_triton.selected import op as selected
-from nsa_kernels_triton.selected.index import Chunk, chunks
+from nsa_kernels_triton.selected.index import Chunk, chunks, index_of
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -328,6 +330,58 @@ def test_operands_may_be_views_of_larger_tensors(operation: Operation) -> None:
     assert not strided.q.is_contiguous()
     for ours, expected in zip(evaluate(strided), evaluate(inputs), strict=True):
         assert torch.equal(ours, expected)
+
+
+LAYOUTS = {
+    "a column": lambda *numbers: torch.tensor([[number, 3] for number in numbers], dtype=torch.int32, device=DEVICE)[:, 0],
+    "every second": lambda *numbers: torch.tensor([x for number in numbers for x in (number, 9)], dtype=torch.int32, device=DEVICE)[::2],
+    "expanded": lambda *numbers: torch.tensor(numbers[:1], dtype=torch.int32, device=DEVICE).expand(len(numbers)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_positions_and_counts_may_be_views(layout: str, rows: int) -> None:
+    inputs = inputs_of(Shape(batch=3, num_queries=30))
+    q, gates = inputs.q[:, -rows:], inputs.gates[:, -rows:]
+    start, count = LAYOUTS[layout](5, 10, 8), LAYOUTS[layout](rows, max(1, rows - 3), 1)
+    assert not start.is_contiguous()
+
+    def evaluate(start: Tensor, count: Tensor) -> Tensor:
+        return nsa_attention(q, *inputs[1:7], gates, geometry=SMALL, query_start=start, query_count=count, **OPTIONS)
+
+    assert torch.equal(evaluate(start, count), evaluate(start.contiguous(), count.contiguous()))
+
+
+def test_lengths_of_packed_sequences_may_be_a_view() -> None:
+    shape = Shape(lengths=(13, 0, 20), num_heads=2, num_kv_heads=1)
+    inputs, cu_seqlens = inputs_of(shape), torch.tensor([0, 13, 13, 33], dtype=torch.int32, device=DEVICE)
+
+    def evaluate(cu_seqlens: Tensor) -> Tensor:
+        return sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, geometry=SMALL, cu_seqlens=cu_seqlens, **OPTIONS).out
+
+    view = torch.stack([cu_seqlens, cu_seqlens + 1], -1)[:, 0]
+    assert torch.equal(evaluate(view), evaluate(cu_seqlens))
+
+
+@pytest.mark.parametrize("window", [2**31 - 41, 2**31 - 1, 2**31, 2**40])
+def test_a_window_longer_than_any_sequence_is_the_whole_past(window: int) -> None:
+    shape = Shape(num_queries=40)
+
+    def evaluate(window: int) -> list[Tensor]:
+        inputs = inputs_of(shape).with_grad()
+        out = nsa_attention(*inputs.tensors, geometry=evolve(SMALL, window_size=window), **OPTIONS)
+        return [out, *torch.autograd.grad(out.sin().sum(), inputs.tensors)]
+
+    for found, expected in zip(evaluate(window), evaluate(2**20), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_partial_results_beyond_32_bits_are_refused() -> None:
+    geometry, layout = BlockGeometry(num_selected_blocks=8192), Sequences(1, 64)
+    indices = torch.zeros(1, 64, 4, 8192, dtype=torch.int32, device="meta")
+    with pytest.raises(InputError, match=r"num_selected_blocks=8192 with 64 heads of 192 .* choose fewer blocks"):
+        index_of(indices, layout, 2**19, geometry, 64, 64, 192, 4, 64, 0)
 
 
 def test_a_gradient_that_is_a_view_is_read_right() -> None:

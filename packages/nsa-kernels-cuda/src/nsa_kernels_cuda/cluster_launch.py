@@ -44,13 +44,14 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
     # cuda.core before 1.2 has no such option
     pdl = {"programmatic_stream_serialization": True} if hasattr(LaunchConfig, "programmatic_stream_serialization") else {}
-    config = LaunchConfig(
-        grid=launch.num_clusters, cluster=launch.num_ranks, block=launch.num_threads, shmem_size=launch.shared_bytes, **pdl
-    )
     assert device.index is not None
     with torch.cuda.device(device):
         loaded = _load(source, kernel, device.index)
         jit.make_context_current(device.index)
+        # after that, because a cluster is checked against the current device
+        config = LaunchConfig(
+            grid=launch.num_clusters, cluster=launch.num_ranks, block=launch.num_threads, shmem_size=launch.shared_bytes, **pdl
+        )
         launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *as_passed(launch.arguments))
 
 

@@ -79,7 +79,7 @@ def _against_hopper(x: KernelRequest) -> list[str]:
         (
             pipeline is None,
             f"head dimensions {x.head_dim_qk} and {x.head_dim_v} (takes multiples of 8 from {WIDEST_EXACT + 8} to {WIDEST_PIPELINE}, "
-            f"values in no more columns than q; scores from 72)",
+            f"values in no more columns than q, and at most 128 for dK/dV and the selected backward pass; scores from 72)",
         ),
         (not x.is_aligned, f"a tensor that starts off {COPIED_BYTES} bytes (rows are copied in pieces of {COPIED_BYTES})"),
         (x.is_ring, "a ring of keys (its producer warps copy rows in order)"),

@@ -74,7 +74,11 @@ class Sequences(NamedTuple):
         if start is not None and keys.first is not None:
             # kernels compare a query's position with a key's row
             start = start - keys.first
-        return cls(queries.q.shape[0], queries.q.shape[1], queries.cu_seqlens, keys.cu_seqlens, start, queries.count, keys.ring)
+        # kernels read these element after element
+        cu_seqlens, cu_keys, start, count = (
+            None if x is None else x.contiguous() for x in (queries.cu_seqlens, keys.cu_seqlens, start, queries.count)
+        )
+        return cls(queries.q.shape[0], queries.q.shape[1], cu_seqlens, cu_keys, start, count, keys.ring)
 
     @property
     def is_packed(self) -> bool:

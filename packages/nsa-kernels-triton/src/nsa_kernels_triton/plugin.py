@@ -5,14 +5,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
+from nsa_core.backends.base import Keys
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
 from nsa_kernels_triton.device import capability_of
+from nsa_kernels_triton.launch import next_power_of_2
 from nsa_kernels_triton.window import with_window_in_order
 
 
@@ -38,6 +40,8 @@ class TritonBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
+        if self.operation in (Operation.WIN, Operation.NSA):
+            keywords["geometry"] = with_finite_window(keywords["geometry"], operands[1 if self.operation is Operation.WIN else 3])
         if self.operation is Operation.NSA and is_step(operands, keywords["geometry"]):
             from nsa_kernels_triton.decode.op import decode
 
@@ -54,8 +58,18 @@ class TritonBackend:
         return over_rows(compute, *operands, **keywords)
 
 
+LONG_WINDOW = 2**22
+"""A longer window is cut to the sequences' length: kernels multiply positions plus window by the heads of a group, in int32."""
 MOST_STRIDES = 32
 """Maximum strides of a selection block that `decode` supports, because a warp's part of a tile holds whole blocks."""
+
+
+def with_finite_window(geometry: BlockGeometry, win: Keys) -> BlockGeometry:
+    """Return `geometry` with a window that is not much longer than the sequences of `win`."""
+    if geometry.window_size <= LONG_WINDOW:
+        return geometry
+    # a power of two, because kernels are compiled for each window
+    return evolve(geometry, window_size=min(geometry.window_size, max(LONG_WINDOW, next_power_of_2(win.max_count))))
 
 
 def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
@@ -63,7 +77,8 @@ def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
     queries, cmp, slc, win, gates = operands
     if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
         return False
-    if queries.q.is_cuda and slc.k_scale is not None and not routing.has_fp8(capability_of(queries.q)):
+    has_scales = slc.k_scale is not None or win.k_scale is not None
+    if queries.q.is_cuda and has_scales and not routing.has_fp8(capability_of(queries.q)):
         return False
     if geometry.selection_block_size > MOST_STRIDES * geometry.compression_stride:
         return False

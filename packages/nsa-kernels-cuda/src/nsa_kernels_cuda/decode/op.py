@@ -25,6 +25,8 @@ PLACED_SOURCE = jit.CSRC / "decode_placed.cu"
 MOST_PAGED_ROWS = 2**31 - 1
 """Maximum rows of a store in pages: the kernel counts them in 32 bits."""
 LOG2E = math.log2(math.e)
+LONGEST_WINDOW = 2**30
+"""The longest window that a kernel gets: it adds it to positions in 32 bits. No sequence is longer."""
 
 
 def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float) -> FusedOutput:
@@ -88,7 +90,8 @@ def launch_of(
     tensors = (*copied, gates, win.first, queries.start, queries.count, out, indices)
     numbers = (
         plan.num_ranks, num_heads, num_groups, head_dim_qk, head_dim_v, *map(_rows_of, stores), int(win.ring),
-        int(gates.dtype == torch.float32), geometry.compression_block_size, geometry.compression_stride, geometry.window_size,
+        int(gates.dtype == torch.float32), geometry.compression_block_size, geometry.compression_stride,
+        min(geometry.window_size, LONGEST_WINDOW),
         geometry.selection_block_size, geometry.num_selected_blocks, geometry.num_initial_blocks, geometry.num_local_blocks,
         sizes.log_columns, num_blocks, plan.num_win_warps, plan.num_stages, _bits_of(scale * LOG2E),
     )  # fmt: skip

@@ -57,7 +57,10 @@ def _write(
             size = num_rows * table_width
         if not RING:
             count = tl.minimum(count, size - start)
-        slot, has_slot = _slot(sequence, start + row, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
+        position = start + row
+        if RING:
+            position = position % size
+        slot, has_slot = _slot(sequence, position, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
         if has_slot:
             groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
             mask = (groups < G)[:, None] & (columns < D)[None, :]

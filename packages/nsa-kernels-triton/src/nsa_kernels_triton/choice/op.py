@@ -47,13 +47,15 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
     scores = torch.nn.functional.pad(scores.float().nan_to_num(nan=0.0), (0, -num_blocks % 16)).contiguous()
     chosen = scores.new_empty(num_rows, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
     if chosen.numel():
-        _choose(scores, positions.to(torch.int32).contiguous(), chosen, 0, num_rows, next_power_of_2(scores.shape[2]), geometry)
+        positions = positions.to(torch.int32).contiguous()
+        with torch.cuda.device_of(scores):
+            _choose(scores, positions, chosen, 0, num_rows, next_power_of_2(scores.shape[2]), geometry)
     return chosen
 
 
 def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, scale: float, sequences: Sequences) -> Tensor:
     """Return block_indices, chunk by chunk of the rows of q."""
-    q, k_cmp, lse = queries.q.contiguous(), cmp.k.contiguous(), lse.contiguous()
+    q, k_cmp, lse = queries.q.contiguous(), cmp.k.contiguous(), lse.float().contiguous()
     num_groups = k_cmp.shape[2]
     chosen = q.new_empty(*q.shape[:2], num_groups, geometry.num_selected_blocks, dtype=torch.int32)
     total = q.shape[0] * q.shape[1]

@@ -1,7 +1,7 @@
 """The whole operation for a step over a cache: its splits and grids, and the three launches."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nsa_kernels_triton.numerics import score_factor
 from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
 
+Operands = TypeVar("Operands", Queries, Keys)
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Target number of a launch's programs per multiprocessor. Shared memory holds the tiles of this many, so that all programs run at once."""
 MOST_SPLITS = 32
@@ -124,8 +125,8 @@ class StepSizes(NamedTuple):
         """Return the sizes of a step over the stores as they were given."""
         q, (num_groups, head_dim_v) = queries.q, cmp.v.shape[2:]
         assert queries.start is not None
-        # the launch after `append` would write a copy of q, of keys or of a window's tail
-        has_copies = win.first is not None or not (q.is_contiguous() and _is_contiguous(cmp) and _is_contiguous(win))
+        # the launch after `append` would write a copy of the queries, of keys or of a window's tail
+        has_copies = win.first is not None or not (_is_contiguous(queries) and _is_contiguous(cmp) and _is_contiguous(win))
         is_early = queries.follows_append and not has_copies and starts_early(q, q.shape[0] * q.shape[1], num_groups)
         return cls(
             capability_of(q), num_multiprocessors(q), has_pdl(q), is_early, SLICES,
@@ -282,15 +283,16 @@ def cut_of(sizes: StepSizes) -> Cut:
 def _decode(
     queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    q, gates = queries.q.contiguous(), gates.contiguous()
+    gates, sizes = gates.contiguous(), StepSizes.of(queries, cmp, slc, win, geometry)
+    queries, cmp, slc, win = _contiguous(queries), _contiguous(cmp), _contiguous(slc), _contiguous(win)
+    q = queries.q
     (batch, length, num_heads, _), (num_groups, head_dim_v) = q.shape, cmp.v.shape[2:]
     out = q.new_empty(batch, length, num_heads, head_dim_v)
     indices = q.new_empty(batch, length, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
     if not out.numel():
         return out, indices
     assert queries.start is not None
-    cut, num_sequences = cut_of(StepSizes.of(queries, cmp, slc, win, geometry)), queries.start.shape[0]
-    cmp, slc, win = _contiguous(cmp), _contiguous(slc), _contiguous(win)
+    cut, num_sequences = cut_of(sizes), queries.start.shape[0]
     rows_of_heads, num_slots, num_blocks, num_tops = batch * length * num_heads, cut.num_slots, cut.num_blocks, cut.num_tops
 
     def scratch(*shape: int) -> Tensor:
@@ -322,15 +324,15 @@ def _decode(
     return out, indices
 
 
-def _is_contiguous(keys: Keys) -> bool:
-    return all(x.is_contiguous() for x in keys if isinstance(x, Tensor))
+def _is_contiguous(operands: Queries | Keys) -> bool:
+    return all(x.is_contiguous() for x in operands if isinstance(x, Tensor))
 
 
-def _contiguous(keys: Keys) -> Keys:
-    if _is_contiguous(keys):
-        return keys
-    tensors: dict[str, Any] = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
-    return keys._replace(**tensors)
+def _contiguous(operands: Operands) -> Operands:
+    if _is_contiguous(operands):
+        return operands
+    tensors: dict[str, Any] = {name: x.contiguous() for name, x in operands._asdict().items() if isinstance(x, Tensor)}
+    return operands._replace(**tensors)
 
 
 decode = attention_op("nsa_triton::decode", _decode, operation=Operation.NSA)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.config import BlockGeometry
+from nsa_core.errors import InputError
 from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
 from nsa_kernels_triton.selected import index_kernels
 
@@ -134,19 +135,31 @@ def index_of(
     geometry: BlockGeometry,
     block_keys: int,
     num_heads: int,
-    row_bytes: int,
+    columns: int,
+    itemsize: int,
     item_rows: int,
     first_position: int,
     left_out: tuple[int, int] = (0, 0),
 ) -> Index:
-    """Return the index of the queries from `first_position` on, for a pass whose partial results take `row_bytes` per (query, head, slot).
+    """Return the index of the queries from `first_position` on.
 
-    A work item has at most `item_rows` rows. If blocks are left out, the queries before `first_position` must choose only blocks below 64,
-    and none twice.
+    The pass has partial results of `columns` numbers of `itemsize` bytes per (query, head, slot). A work item has at most `item_rows` rows. If
+    blocks are left out, the queries before `first_position` must choose only blocks below 64, and none twice.
+
+    Raises:
+        InputError: if the partial results of a chunk of queries have 2^31 numbers or more.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
     pieces = pieces_of(geometry, block_keys)
     total = batch * num_queries
+    slots = num_selected * pieces.per_block
+    affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * columns * itemsize))
+    chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
+    if chunk_rows * slots * num_heads * columns >= 2**31:
+        raise InputError(
+            f"num_selected_blocks={num_selected} with {num_heads} heads of {columns} (the offsets of partial results, of {chunk_rows} queries at a "
+            "time, exceed 32 bits); choose fewer blocks, or use the backend 'sdpa'"
+        )
     rows = block_indices.new_empty(3, total)
     block_indices = block_indices.contiguous()
     has_bits = any(left_out)
@@ -164,9 +177,6 @@ def index_of(
         SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PIECE_SIZE=pieces.size,
         PACKED=sequences.is_packed, CACHED=sequences.is_cached, BLOCK=block,
     )  # fmt: skip
-    slots = num_selected * pieces.per_block
-    affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
-    chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
     item_queries = max(1, item_rows // (num_heads // num_groups))
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
     return Index(

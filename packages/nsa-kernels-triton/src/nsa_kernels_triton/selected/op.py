@@ -170,8 +170,8 @@ def forward(
     tiles = kernel_for("selected_forward", q, v, k, selection_block_size=block_size)
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
-        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
-        left_out,
+        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3], dtype.itemsize, FORWARD_ITEM_ROWS,
+        early, left_out,
     )  # fmt: skip
     if shared_pipeline is not None:
         assert index.bits is not None
@@ -249,7 +249,7 @@ def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Confi
     dtype = partial_dtype(q, q.shape[3])
     early = 0 if x.gates is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
-        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, BACKWARD_ITEM_ROWS, early
+        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3], dtype.itemsize, BACKWARD_ITEM_ROWS, early
     )
     _lower(x, index)
     if early:
