@@ -103,6 +103,10 @@ def test_as_tuple_lists_the_constructors_arguments_in_order():
             {"compression_block_size": 10**12},
             "compression_block_size=1000000000000 is too large (the rule: an integer <= 1048576); use 1048576 or less",
         ),
+        (
+            {"window_size": 2**63},
+            f"window_size={2**63} is too large (the rule: an integer <= {2**62}); use {2**62} or less",
+        ),
         ({"window_size": 512.0}, "window_size=512.0 is a float (the rule: an integer >= 1); use 1"),
     ],
 )

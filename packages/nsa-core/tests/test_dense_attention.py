@@ -115,6 +115,64 @@ def test_a_cache_that_inference_mode_built_or_changed_serves_outside_of_it(on: i
         torch.testing.assert_close(torch.cat(outs, 1), layer(x))
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("empty", ["crop", "reset"])
+def test_nan_in_removed_tokens_reaches_no_later_step(static: bool, empty: str) -> None:
+    layer, x = _layer(), torch.randn(2, 8, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 20, static=static)
+    spoiled = x.clone()
+    spoiled[1, 6] = torch.nan
+    layer(spoiled, cache=cache)
+    cache.crop(8) if empty == "crop" else cache.reset()
+    layer(x, cache=cache, query_count=torch.tensor([8, 3], dtype=torch.int32))
+    found = layer(x[:, :1], cache=cache)
+    whole = [torch.cat([x[index : index + 1, :count], x[index : index + 1, :1]], 1) for index, count in enumerate((8, 3))]
+    for index in range(2):
+        torch.testing.assert_close(found[index], layer(whole[index])[0, -1:])
+
+
+def test_nan_in_rows_that_do_not_count_is_not_stored() -> None:
+    layer, x = _layer(), torch.randn(2, 8, 24, dtype=torch.float64)
+    cache = layer.new_cache(2)
+    spoiled = x.clone()
+    spoiled[:, 3:] = torch.nan
+    layer(spoiled, cache=cache, query_count=torch.tensor([3, 3], dtype=torch.int32))
+    assert cache.keys.isfinite().all() and cache.values.isfinite().all()
+
+
+@pytest.mark.parametrize("query_count", [None, [4, 1]])
+def test_rows_that_a_static_cache_drops_give_0(query_count: list[int] | None) -> None:
+    layer, x = _layer(), torch.randn(2, 12, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 10, static=True)
+    layer(x[:, :8], cache=cache)
+    counts = None if query_count is None else torch.tensor(query_count, dtype=torch.int32)
+    out = layer(x[:, 8:], cache=cache, query_count=counts)
+    stored = [2, 2] if query_count is None else [2, 1]
+    assert cache.lengths.tolist() == [8 + count for count in stored]
+    with pytest.raises(CacheOverflowError):
+        cache.check()
+    whole = layer(x)
+    for index, count in enumerate(stored):
+        torch.testing.assert_close(out[index, :count], whole[index, 8 : 8 + count])
+        assert not out[index, count:].any()
+
+
+def test_what_does_not_fit_the_layer_is_refused_and_changes_nothing() -> None:
+    layer, x = _layer(), torch.randn(1, 5, 24, dtype=torch.float64)
+    cache = DenseAttention(CONFIG).new_cache(1, 20)
+    with pytest.raises(InputError, match=r"the cache holds torch.float32, the layer computes in torch.float64"):
+        layer(x, cache=cache)
+    assert cache.lengths.tolist() == [0]
+    for wrong, message in (
+        (x.float(), r"x is torch.float32, the layer's weights are torch.float64"),
+        (x[..., :20], r"x has shape \(1, 5, 20\) \(the layout is \(B, S, hidden_size=24\)\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layer(wrong)
+    with pytest.raises(InputError, match="cu_seqlens came with a cache or query_count"):
+        layer(x, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32), query_count=torch.tensor([3], dtype=torch.int32))
+
+
 def test_biases_of_q_k_and_v_count() -> None:
     config = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4, qkv_bias=True)
     layer = DenseAttention(config).double()

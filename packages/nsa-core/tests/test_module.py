@@ -454,6 +454,41 @@ def test_autocast_runs_forward_and_backward_with_float32_weights(random_layer, r
         assert (gradient - reference[name]).abs().max() <= 2**-3 * reference[name].abs().max() + 1e-6, name
 
 
+@pytest.mark.parametrize(("weights", "inputs"), [("float64", "float32"), ("float32", "float64"), ("float32", "int64")])
+def test_what_autocast_does_not_cast_is_refused(weights, inputs):
+    layer = NativeSparseAttention(CONFIG).to(getattr(torch, weights))
+    x = torch.zeros(1, 5, CONFIG.hidden_size, dtype=getattr(torch, inputs))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InputError, match=f"x is torch.{inputs}, the layer's weights are torch.{weights}"),
+    ):
+        layer(x)
+
+
+def test_projections_without_a_tensor_of_weights_are_called_as_they_are(random_layer, random_input):
+    class Quantized(torch.nn.Module):
+        """As torch's own quantized layers: `weight` is a method."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.inner = layer
+
+        def weight(self):
+            return self.inner.weight
+
+        def forward(self, x):
+            return self.inner(x)
+
+    layer, x = random_layer(CONFIG), random_input(1, 9, CONFIG.hidden_size)
+    expected = layer(x)
+    layer.q_proj, layer.o_proj = Quantized(layer.q_proj), Quantized(layer.o_proj)
+    assert torch.equal(layer(x), expected)
+    with pytest.raises(InputError, match="q_proj keeps no weights in floating point .*; give new_cache dtype and device"):
+        layer.new_cache(1, 9)
+    cache = layer.new_cache(1, 9, dtype=x.dtype, device=torch.device("cpu"))
+    torch.testing.assert_close(layer(x, cache=cache), expected)
+
+
 def test_autocast_changes_the_inputs_dtype_and_no_accumulators(random_input):
     def results(cast, **options):
         shapes = [(1, 40, 4, 16), *[(1, 19, 2, 16)] * 2, *[(1, 40, 2, 16)] * 4]

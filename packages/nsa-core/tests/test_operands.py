@@ -462,3 +462,16 @@ def test_a_factor_loses_no_precision():
     plain = choose(scores, None, position, 1, geometry=SMALL)
     assert torch.equal(plain, choose(scores, torch.ones(1, 1, dtype=torch.float64), position, 1, geometry=SMALL))
     assert plain.tolist() == [[[0, 2, 4, 5]]]
+
+
+@pytest.mark.parametrize("count", [[5, 40], [0, 1]])
+def test_a_count_without_a_start_counts_from_position_0(count: list[int]) -> None:
+    inputs = make_inputs(Shape(batch=2))
+    operands = (Keys(inputs.k_cmp, inputs.v_cmp, inputs.k_cmp.shape[1]), *(Keys(k, v, 40) for k, v in (inputs[3:5], inputs[5:7])))
+    counts = torch.tensor(count, dtype=torch.int32)
+    found = attend(Queries(inputs.q, 40, count=counts), *operands, inputs.gates, geometry=SMALL)
+    expected = attend(Queries(inputs.q, 40, start=torch.zeros_like(counts), count=counts), *operands, inputs.gates, geometry=SMALL)
+    assert torch.equal(found, expected)
+    assert not any(found[index, rows:].any() for index, rows in enumerate(count))
+    with pytest.raises(InputError, match="query_count=\\[99, 1\\]"):
+        attend(Queries(inputs.q, 40, count=torch.tensor([99, 1], dtype=torch.int32)), *operands, inputs.gates, geometry=SMALL)

@@ -10,6 +10,7 @@ from torch import Tensor, multiprocessing
 
 from nsa_core import BlockGeometry, ConfigError, Keys, NativeSparseAttention, NSAConfig, Queries, attend, nsa_attention
 from nsa_core.parallel import check_shares, tensor_parallel_plan
+from nsa_core.selection_loss import SelectionLoss
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
 
 RANKS = 2
@@ -126,6 +127,25 @@ def share_heads(rank: int, config: NSAConfig) -> None:
         assert cache.keys["slc"].shape[2] == config.num_kv_heads // RANKS
         steps = torch.cat([shared(piece, cache=cache) for piece in x.split([25, 1, 4], 1)], 1)
     torch.testing.assert_close(steps, expected.detach(), rtol=0, atol=1e-11)
+
+    # long enough that queries have more candidates than they choose
+    x = torch.randn(2, 100, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for layer, inputs in ((shared, ours), (whole, theirs)):
+        layer.zero_grad()
+        layer.selection_loss = SelectionLoss(num_samples=40)
+        layer(inputs)
+        layer.selection_loss.value.backward()
+    value = shared.selection_loss.value.detach().clone()
+    torch.distributed.all_reduce(value)
+    assert value > 0
+    # the loss is computed in float32
+    torch.testing.assert_close(value, whole.selection_loss.value.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    for (name, parameter), (_, other) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(gathered(parameter.grad), other.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

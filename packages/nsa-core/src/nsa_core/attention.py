@@ -169,6 +169,9 @@ def attend(
     checks.check_geometry(geometry)
     checks.check_absent(absent)
     check_kinds(queries, keys, geometry)
+    if queries.count is not None and queries.start is None and queries.cu_seqlens is None:
+        # a count belongs to a cached call; this one begins at position 0
+        queries = queries._replace(start=torch.zeros_like(queries.count))
     return attend_branches(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
 
 

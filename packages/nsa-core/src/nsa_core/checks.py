@@ -65,6 +65,36 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise InputError(f"{name} is on {x.device}, {other_name} on {other.device} (one device per call); move one with .to()")
 
 
+def check_hidden(x: object, hidden_size: int, weight: object) -> None:
+    """Raise InputError unless `x` is `(B, S, hidden_size)` on the device of the layer's `weight`, and of its dtype unless autocast casts it."""
+    layout = f"(B, S, hidden_size={hidden_size})"
+    check_rank("x", x, 3, layout)
+    assert isinstance(x, Tensor)
+    if x.shape[2] != hidden_size:
+        raise InputError(f"x has shape {tuple(x.shape)} (the layout is {layout}); reshape it")
+    # a layer of another package, such as a quantized one, may keep no tensor there, or integers
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return
+    # offloaded weights are on the meta device until a projection runs
+    if not weight.is_meta:
+        check_device("x", x, "the layer", weight)
+    if x.dtype != weight.dtype and not (x.is_floating_point() and is_autocast(x, x.dtype, weight.dtype)):
+        raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")
+
+
+def check_cache_dtype(x: Tensor, dtype: torch.dtype, weight: object) -> None:
+    """Raise InputError unless a cache of `dtype` fits a layer with `weight`, or autocast casts between them."""
+    computed = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else x.dtype
+    if dtype != computed and not is_autocast(x, dtype, computed):
+        raise InputError(f"the cache holds {dtype}, the layer computes in {computed}; build it with this layer's new_cache")
+
+
+def is_autocast(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Return True if autocast is on for the device of `x` and casts between `dtypes`: any but float64."""
+    is_on = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    return is_on and torch.float64 not in dtypes
+
+
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
     """Return True if `x` has values that may be read: not empty, on a CPU, outside a traced graph."""
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0

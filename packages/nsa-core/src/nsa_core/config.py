@@ -25,6 +25,8 @@ OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose", "rotate"
 
 MOST_SIZE = 2**20
 """Maximum of a width, a number of heads, and a size of a block. A weight whose size is the product of three of them has fewer than 2**63 elements."""
+MOST_COUNT = 2**62
+"""Maximum of a number of blocks and of the window: operations pass them as 64-bit integers."""
 
 
 def _integer_at_least(minimum: int, *same_as: str, most: float = MOST_SIZE) -> Any:
@@ -99,13 +101,13 @@ class BlockGeometry:
     """d: tokens between the starts of neighbouring compressed blocks."""
     selection_block_size: int = field(default=64, validator=_integer_at_least(1, "compression_block_size"))
     """l': tokens of one selection block."""
-    num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks", most=inf))
+    num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks", most=MOST_COUNT))
     """n: blocks that a query attends to, the forced ones included."""
-    num_initial_blocks: int = field(default=1, validator=_integer_at_least(0, most=inf))
+    num_initial_blocks: int = field(default=1, validator=_integer_at_least(0, most=MOST_COUNT))
     """Number of blocks at the start of the sequence that every query selects."""
-    num_local_blocks: int = field(default=2, validator=_integer_at_least(1, most=inf))
+    num_local_blocks: int = field(default=2, validator=_integer_at_least(1, most=MOST_COUNT))
     """Number of blocks up to and including the query's own block that the query always selects."""
-    window_size: int = field(default=512, validator=_integer_at_least(1, most=inf))
+    window_size: int = field(default=512, validator=_integer_at_least(1, most=MOST_COUNT))
     """w: tokens of the sliding window, the query's own included."""
 
     def __attrs_post_init__(self) -> None:

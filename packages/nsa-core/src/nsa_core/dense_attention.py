@@ -75,6 +75,10 @@ class DenseCache:
         counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths).clamp(0, k.shape[1])
         fitting = torch.minimum(counts, spare - self.lengths)
         rows = torch.where(step < fitting[:, None], self.lengths[:, None] + step, spare)
+        if query_count is not None:
+            # NaN in an invalid row must not stay in the last row, which a later step may weight by 0
+            is_row = (step < counts[:, None])[..., None, None]
+            k, v = torch.where(is_row, k, 0), torch.where(is_row, v, 0)
         sequences = torch.arange(len(k), device=k.device)[:, None]
         # under autocast k and v have the autocast dtype
         self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
@@ -94,6 +98,10 @@ class DenseCache:
             InputError: for anything but an integer of at least 0.
         """
         self.check_crop(num_tokens)
+        removed = (self.lengths[:, None] - 1 - torch.arange(num_tokens, device=self.lengths.device)).clamp(min=-1)
+        sequences = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
+        # a later step weights rows beyond a sequence by 0, and 0 times NaN is NaN; row -1 is the last one
+        self.keys[sequences, removed], self.values[sequences, removed] = 0, 0
         self.lengths.sub_(num_tokens).clamp_(min=0)
         self.held = [max(0, held - num_tokens) for held in self.held]
 
@@ -108,6 +116,9 @@ class DenseCache:
 
     def reset(self) -> None:
         """Empty every sequence."""
+        for x in (self.keys, self.values):
+            # a later step weights rows beyond a sequence by 0, and 0 times NaN is NaN
+            x.zero_()
         self.lengths.zero_()
         self.overflowed.zero_()
         self.held = [0] * self.batch_size
@@ -153,7 +164,7 @@ class DenseAttention(nn.Module):
     def __init__(self, config: NSAConfig) -> None:
         checks.check_config(config)
         super().__init__()
-        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.hidden_size, self.heads, self.kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
         self.dim_qk, self.dim_v = config.head_dim_qk, config.head_dim_v
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.dim_qk, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_qk, bias=config.qkv_bias)
@@ -182,15 +193,18 @@ class DenseAttention(nn.Module):
             InputError: for cu_seqlens, max_seqlen, a cache or a query_count that do not fit x or each other.
             CacheOverflowError: if the cache is too small.
         """
-        checks.check_rank("x", x, 3, "(B, S, hidden)")
+        weight = self.q_proj.weight
+        checks.check_hidden(x, self.hidden_size, weight)
         if cache is not None and not isinstance(cache, DenseCache):
             raise InputError(f"cache is {type_of(cache)} (the rule: a DenseCache); build it with this layer's new_cache")
         if cache is not None and cache.batch_size != x.shape[0]:
             raise InputError(
                 f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
             )
-        if cu_seqlens is not None and cache is not None:
-            raise InputError("cu_seqlens came with a cache (a packed batch holds whole sequences); drop one")
+        if cache is not None:
+            checks.check_cache_dtype(x, cache.keys.dtype, weight)
+        if cu_seqlens is not None and (cache is not None or query_count is not None):
+            raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")
         if query_count is not None:
             checks.check_count(query_count, x.shape[0], x.shape[1])
         placed = queries_of(x, cu_seqlens, None if cache is not None else max_seqlen)
@@ -228,11 +242,18 @@ class DenseAttention(nn.Module):
         return (self.q_norm(q), self.k_norm(k)) if self.has_norms else (q, k)
 
     def new_cache(
-        self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, device: torch.device | None = None, **_: Any
+        self,
+        batch_size: int,
+        max_seqlen: int | None = None,
+        *,
+        static: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **_: Any,
     ) -> DenseCache:
         """Return an empty `DenseCache` for sequences of at most `max_seqlen` tokens (None: no bound).
 
-        Other options of `NativeSparseAttention.new_cache` are ignored. `device` None: the device of the weights.
+        Other options of `NativeSparseAttention.new_cache` are ignored. `dtype` and `device` None: those of the weights.
 
         Raises:
             InputError: for sizes that are no integers or too small, and for a static cache without a bound.
@@ -247,7 +268,7 @@ class DenseAttention(nn.Module):
         shape = batch_size, rows + 1, self.kv_heads
         with torch.inference_mode(False):
             keys, values = (
-                torch.zeros(*shape, dim, dtype=weight.dtype, device=weight.device if device is None else device)
+                torch.zeros(*shape, dim, dtype=weight.dtype if dtype is None else dtype, device=weight.device if device is None else device)
                 for dim in (self.dim_qk, self.dim_v)
             )
             return DenseCache(keys, values, max_seqlen, static=static)
@@ -287,7 +308,8 @@ class DenseAttention(nn.Module):
         if q.shape[1] > 1:
             # torch's fast kernels take no mask, and the others would store all scores
             whole = BlockGeometry(window_size=bound)
-            counts = None if query_count is None else query_count.to(q.device, torch.int32)
+            # a static cache drops rows that do not fit, and they give 0
+            counts = (cache.lengths - start).int() if cache.is_static or query_count is not None else None
             q = self.rope(q, positions)
             return sliding_window_attention(q, keys, values, geometry=whole, query_start=start.int(), query_count=counts).out
         visible = torch.arange(bound, device=q.device) <= positions[..., None]

@@ -174,7 +174,7 @@ def facts_of(operation: Operation, queries: Queries, keys: Keys, call: Call, *, 
         is_compressed = operation in (Operation.CMP, Operation.SELECT)
         num_keys = blocks.max_tokens(keys.max_count, call.geometry) if is_compressed else keys.max_count
         # so that a growing cache is not routed again at every step
-        num_keys = num_keys if is_traced else 1 << max(num_keys - 1, 0).bit_length()
+        num_keys = num_keys if is_traced else 1 << max(operator.index(num_keys) - 1, 0).bit_length()
     if is_traced:
         batch, num_sequences, num_queries, num_keys = map(_length_bucket, (batch, num_sequences, num_queries, num_keys))
     return {

@@ -93,13 +93,20 @@ def version_lines(packages: Iterable[str]) -> str:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the git commit of `folder`, with `-dirty` if files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    """Return the git commit of `folder`, with `-dirty` if files differ from it.
+
+    None if no file of `folder` is tracked: outside a checkout, or in an environment inside somebody else's.
+    """
+
+    def told(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    try:
+        return (told("ls-files", "--", ".") and told("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")) or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:

@@ -94,8 +94,7 @@ class NativeSparseAttention(nn.Module):
             self.compress_k = build_compressor(config.compressor, kv_heads, config.head_dim_qk, config.geometry)
         if "cmp" in config.branches:
             self.compress_v = build_compressor(config.compressor, kv_heads, config.head_dim_v, config.geometry)
-        if self._only_chooses:
-            self._freeze_choice()
+        self.freeze_choice()
 
     def _build_keys_values(self, config: NSAConfig) -> None:
         """Make `k_proj`, `v_proj` and `k_norm`: plain modules if all branches share them, else one per branch."""
@@ -120,8 +119,10 @@ class NativeSparseAttention(nn.Module):
     def _has_compressed_keys(self) -> bool:
         return "cmp" in self.config.branches or "slc" in self.config.branches
 
-    def _freeze_choice(self) -> None:
-        """Freeze the parameters that only the choice of blocks reads, because the choice has no gradient."""
+    def freeze_choice(self) -> None:
+        """Freeze the parameters that only the choice of blocks reads, because the choice has no gradient: those of a layer with slc, without cmp."""
+        if not self._only_chooses:
+            return
         self.compress_k.requires_grad_(False)
         if self.config.kv == "shared":
             return
@@ -153,7 +154,14 @@ class NativeSparseAttention(nn.Module):
         Raises:
             InputError: for sizes, options or a dtype that a cache does not support.
         """
-        weight = self.q_proj.weight
+        weight: Any = self.q_proj.weight
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            # a layer of another package, such as a quantized one
+            if dtype is None or device is None:
+                raise InputError(
+                    "q_proj keeps no weights in floating point (a cache takes its dtype and device from them); give new_cache dtype and device"
+                )
+            weight = torch.empty(0, dtype=dtype, device=device)
         # autocast leaves float64 as it is
         if (
             dtype is None
@@ -244,23 +252,12 @@ class NativeSparseAttention(nn.Module):
     def _check(
         self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: NSACache | None, query_count: Tensor | None
     ) -> None:
-        hidden = self.config.hidden_size
-        checks.check_rank("x", x, 3, f"(B, S, hidden_size={hidden})")
-        if x.shape[2] != hidden:
-            raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
         weight = self.q_proj.weight
-        # offloaded weights are on the meta device until a projection runs
-        if not weight.is_meta:
-            checks.check_device("x", x, "the layer", weight)
+        checks.check_hidden(x, self.config.hidden_size, weight)
         if cache is not None and not isinstance(cache, NSACache):
             raise InputError(f"cache is {type_of(cache)} (the rule: an NSACache); build it with this layer's new_cache")
-        is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-        if not is_autocast and x.dtype != weight.dtype:
-            raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")
-        # autocast casts to and from any dtype but float64
-        is_cast = is_autocast and torch.float64 not in (weight.dtype, getattr(cache, "dtype", None))
-        if not is_cast and cache is not None and cache.dtype != weight.dtype:
-            raise InputError(f"the cache holds {cache.dtype}, the layer computes in {weight.dtype}; build it with this layer's new_cache")
+        if cache is not None:
+            checks.check_cache_dtype(x, cache.dtype, weight)
         if cu_seqlens is not None and (cache is not None or query_count is not None):
             raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")
         if cache is not None and cache.batch_size != x.shape[0]:
@@ -293,6 +290,7 @@ class NativeSparseAttention(nn.Module):
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
                 query_count=query_count,
+                share=self._num_kv_heads() / self.config.num_kv_heads,
             )
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)

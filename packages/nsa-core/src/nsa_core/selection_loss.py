@@ -56,10 +56,13 @@ class SelectionLoss:
         """Return int64 `(num_samples,)`: the sampled queries of a pass over `num_rows` rows; empty for 0 rows."""
         return sample_rows(num_rows, self.num_samples, torch.zeros((), device=device) if self.offset is None else self.offset)
 
-    def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
-        """Compute the loss of a pass, store it as `value` and return it. The arguments are those of `selection_loss`, without `rows` and `target`."""
+    def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, *, share: float = 1.0, **keywords: Any) -> Tensor:
+        """Compute the loss of a pass, store it as `value` and return it. The arguments are those of `selection_loss`, without `rows` and `target`.
+
+        `share`: this rank's share of the KV heads. With tensor parallelism `value` is this rank's part of the mean; the sum over ranks is the loss.
+        """
         rows = self.rows(q.shape[0] * q.shape[1], q.device)
-        self.value = selection_loss(q, k_cmp, k, rows, target=self.target, **keywords)
+        self.value = selection_loss(q, k_cmp, k, rows, target=self.target, **keywords) * share
         return self.value
 
 

@@ -3,6 +3,7 @@
 import inspect
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +22,7 @@ from nsa_core import (
     RopeScaling,
     attention,
     blocks,
+    checks,
     module,
 )
 from nsa_core.backends.base import Keys, NewRows, Queries
@@ -566,6 +568,50 @@ def test_a_step_of_no_tokens_changes_nothing_and_reads_nothing(random_layer, ran
     assert cache.last_reads is None
     assert torch.equal(cache.total_reads.actual, total.actual)
     assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+
+
+def test_a_refused_step_keeps_the_reads_of_the_one_before(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(2, 9, 8)
+    cache = layer.new_cache(2, 10)
+    layer(x[:, :5], cache=cache)
+    before = cache.last_reads
+    with pytest.raises(CacheOverflowError):
+        layer(x, cache=cache)
+    assert torch.equal(cache.last_reads.actual, before.actual)
+
+
+@pytest.mark.parametrize("static", GROWTHS)
+def test_a_step_that_counts_nothing_adds_no_reads_of_another(random_layer, random_input, static):
+    layer, x = random_layer(CONFIG), random_input(2, 9, 8)
+    cache = layer.new_cache(2, 20, static=static)
+    layer(x[:, :5], cache=cache)
+    total = cache.total_reads
+    # as for a backend of the whole operation that returns out alone
+    cache.end_step(cache.begin_step(1, None))
+    assert torch.equal(cache.total_reads.actual, total.actual)
+
+
+@pytest.mark.parametrize("static", GROWTHS)
+def test_counts_that_the_host_cannot_read_stay_within_the_rows(random_layer, random_input, static, monkeypatch):
+    layer, x = random_layer(CONFIG), random_input(2, 9, 8)
+    caches = [layer.new_cache(2, 20, static=static) for _ in range(2)]
+    outs = [layer(x[:, :3], cache=caches[0], query_count=int32([3, 0]))]
+    # as on a GPU
+    monkeypatch.setattr(checks, "can_read", lambda tensor: False)
+    outs.append(layer(x[:, :3], cache=caches[1], query_count=int32([9, -2])))
+    assert [cache.lengths.tolist() for cache in caches] == [[3, 0]] * 2
+    assert_close(outs[1], outs[0])
+
+
+def test_sizes_of_numpy_are_sizes(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(2, 9, 8)
+    cache = layer.new_cache(np.int64(2), np.int64(20))
+    assert_close(layer(x, cache=cache), layer(x))
+
+
+def test_bytes_per_token_do_not_depend_on_the_batch(random_layer):
+    layer = random_layer(CONFIG)
+    assert layer.new_cache(0, 20).bytes_per_token == layer.new_cache(3, 20).bytes_per_token > 0
 
 
 def test_reads_can_be_left_uncounted(random_layer, random_input):

@@ -86,7 +86,7 @@ def count_step(
     max_seqlen: int,
 ) -> None:
     """Write `held` and `depth` as they are after a step into `planned`; see `HostBounds.begin`."""
-    counts = torch.full_like(held, num_queries) if query_count is None else query_count.long()
+    counts = torch.full_like(held, num_queries) if query_count is None else query_count.long().clamp(0, num_queries)
     grown = held + counts
     if bool((grown > max_seqlen).any()):
         where, longest = int(grown.argmax()), int(grown.max())

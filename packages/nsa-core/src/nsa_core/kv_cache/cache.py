@@ -199,23 +199,25 @@ class NSACache:
         self.check_count(num_queries, query_count)
         count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
+        # the host cannot check a count on a GPU, so it is clamped
+        wanted = None if count is None else count.clamp(0, num_queries)
         if isinstance(self.bounds, DeviceBounds):
             limit = None if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
-            # the host cannot check a count on a GPU, so it is clamped
-            added = self.bounds.begin(num_queries if count is None else count.clamp(0, num_queries), limit, in_place=in_place)
-            return Step(self.lengths.clone(), added, in_place)
-        wanted = torch.full_like(self.lengths, num_queries) if count is None else count
-        if self.read_counter is not None:
-            self.read_counter.forget()
-        if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
-            # the stores cannot grow any more, so the graph need not end
-            self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
-            return Step(self.lengths.clone(), wanted, in_place)
-        # imported here because it loads torch's compiler, which only a step needs
-        from nsa_core.kv_cache.growth import make_room
+            added = self.bounds.begin(num_queries if wanted is None else wanted, limit, in_place=in_place)
+        else:
+            added = torch.full_like(self.lengths, num_queries) if wanted is None else wanted
+            if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
+                # the stores cannot grow any more, so the graph need not end
+                self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
+            else:
+                # imported here because it loads torch's compiler, which only a step needs
+                from nsa_core.kv_cache.growth import make_room
 
-        make_room(self, num_queries, query_count, in_place)
-        return Step(self.lengths.clone(), wanted, in_place)
+                make_room(self, num_queries, query_count, in_place)
+        if self.read_counter is not None:
+            # a step that was refused keeps the reads of the one before
+            self.read_counter.forget()
+        return Step(self.lengths.clone(), added, in_place)
 
     def new_rows(self, name: str, k: Tensor, v: Tensor | None) -> NewRows:
         """Return a step's keys and values `(B, m, G, D)` for the store `name`."""

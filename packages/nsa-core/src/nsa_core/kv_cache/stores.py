@@ -127,7 +127,7 @@ class Stores:
         found = 0.0
         for stores in self._all():
             for name in stores.keys() & set(PAGED):
-                row = stores[name][:1, :1].nbytes
+                row = stores[name].shape[2:].numel() * stores[name].element_size()
                 found += row / (self.config.geometry.compression_stride if name == "cmp" else 1)
         return found
 
@@ -161,8 +161,10 @@ class Stores:
         """Copy whole pages of tokens, blocks and scales."""
         if not copies.old:
             return
+        # a tensor made from a list on the GPU would wait for its copy
+        device = next(iter(self.keys.values())).device
+        old, new = (torch.tensor(pages, dtype=torch.int64, device="cpu").to(device, non_blocking=True) for pages in copies)
         for stores in self._all():
             for name in stores.keys() & set(PAGED):
                 store = stores[name].view(torch.uint8) if stores[name].dtype in KV_DTYPES else stores[name]
-                old, new = (torch.tensor(pages, device=store.device) for pages in copies)
                 store.index_copy_(0, new, store.index_select(0, old))
