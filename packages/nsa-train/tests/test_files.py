@@ -64,6 +64,20 @@ def test_what_is_written_replaces_a_pipe_and_a_link_unopened(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "theirs"]
 
 
+def test_of_two_writers_the_last_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with written_whole(tmp_path / "curves.png") as first:
+        first.write_text("half of A")
+        # as if another process wrote it meanwhile
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        with written_whole(tmp_path / "curves.png") as second:
+            second.write_text("B")
+        assert second.suffix == ".png"
+        assert (tmp_path / "curves.png").read_text() == "B"
+        first.write_text("A")
+    assert (tmp_path / "curves.png").read_text() == "A"
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 def test_the_socket_of_a_process_that_listens_is_refused_too(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))

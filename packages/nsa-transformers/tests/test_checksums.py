@@ -136,7 +136,10 @@ def test_a_save_touches_no_weights_of_others(tiny_model, tmp_path):
     model = tiny_model()
     for name in ("model.bf16.safetensors", "adapter_model.safetensors", "my-model.safetensors"):
         safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / name)
+    model.save_pretrained(tmp_path, variant="fp32")
     model.save_pretrained(tmp_path, variant="fp32", max_shard_size="20KB")
+    # the single file of the save before is gone, which would be loaded instead of the shards
+    assert not (tmp_path / "model.fp32.safetensors").exists()
     with_one = {file.name for file in tmp_path.glob("*.safetensors") if digest_of(file)}
     assert len(with_one) > 1
     assert all(name.startswith("model.fp32-") for name in with_one)

@@ -476,6 +476,25 @@ def test_beams_over_a_filled_static_cache_are_refused(tiny_model, prompt):
         model.generate(prompt[:1], past_key_values=cache, num_beams=2, **GREEDY)
 
 
+def test_drafts_that_a_cache_cannot_take_back_are_refused_before_any_token(tiny_model, prompt):
+    model, assistant = tiny_model(), tiny_model("dense", seed=1)
+    assistant.generation_config.num_assistant_tokens = 10
+    cache = NSAModelCache(model.config, 60, max_rollback=2)
+    with pytest.raises(CacheOverflowError, match="10 draft tokens cannot be taken back from past_key_values"):
+        model.generate(prompt[:1], past_key_values=cache, assistant_model=assistant, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_with_tokens_is_initialized(tiny_model, prompt, static):
+    model = tiny_model()
+    cache = NSAModelCache(model.config, 60, static=static)
+    assert not cache.is_initialized
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    assert cache.is_initialized
+
+
 @pytest.mark.parametrize("size", [-3, 0, "5", 2.5])
 def test_a_cache_for_no_number_of_tokens_is_refused(tiny_model, size):
     rule = rf"max_cache_len={size!r} is no number of tokens \(the rule: an integer >= 1, or None\); use 4096"

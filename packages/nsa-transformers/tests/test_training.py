@@ -73,6 +73,49 @@ def test_trainer_takes_ten_steps_and_what_it_saves_loads(tiny_model, tmp_path, o
         assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
+def test_label_smoothing_shifts_the_labels(tiny_model, tmp_path, prompt):
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model()
+    trainer = Trainer(model, TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[]))
+    found = trainer.compute_loss(model, {"input_ids": prompt, "labels": prompt.clone()})
+    logs = model(prompt).logits[:, :-1].log_softmax(-1)
+    expected = 0.9 * -logs.gather(-1, prompt[:, 1:, None]).mean() + 0.1 * -logs.mean()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_a_loaded_model_freezes_what_only_chooses(tiny_model, tiny_config, tmp_path, kv):
+    model = tiny_model(nsa={**tiny_config().nsa, "branches": ["slc", "win"], "kv": kv, "compressor": "mlp"})
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert {name for name, weight in loaded.named_parameters() if not weight.requires_grad} == frozen
+
+
+def test_shifted_labels_leave_out_what_follows_padding(tiny_model, prompt):
+    model = tiny_model()
+    ids = torch.cat([prompt.new_zeros(len(prompt), 5), prompt], 1)
+    mask = torch.cat([prompt.new_zeros(len(prompt), 5), torch.ones_like(prompt)], 1)
+    labels = ids.masked_fill(mask == 0, -100)
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    # the first token is the label of a padding column
+    shifted[:, 4] = ids[:, 5]
+    alone = model(prompt, labels=prompt).loss
+    torch.testing.assert_close(model(ids, mask, labels=labels, shift_labels=shifted).loss, alone)
+    torch.testing.assert_close(model(ids, mask, labels=labels).loss, alone)
+
+
+def test_labels_are_ignored_by_the_index_that_is_given(tiny_model, prompt):
+    model = tiny_model()
+    expected = model(prompt, labels=prompt.masked_fill(prompt < 5, -100)).loss
+    found = model(prompt, labels=prompt.masked_fill(prompt < 5, -1), ignore_index=-1).loss
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(InputError, match="labels hold -100 .* and -1 marks what does not count"):
+        model(prompt, labels=prompt.index_fill(1, torch.tensor([3]), -100), ignore_index=-1)
+
+
 def test_lora_trains_the_projections_alone_and_merges(tiny_model, tmp_path, prompt):
     peft = pytest.importorskip("peft", reason="peft is not installed (an extra, nsa-transformers[train])")
     base = tiny_model()

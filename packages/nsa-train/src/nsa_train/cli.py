@@ -41,6 +41,7 @@ from nsa_train.settings.options import (
     check_text,
     check_there,
     check_writable,
+    default_folder,
     read_prompts,
     resume_step,
 )
@@ -390,7 +391,7 @@ def evaluate(
 ) -> Answer:
     """Measure loss by position, recall of pass keys, pairs and copies, and the choice of blocks of the model at RUN_OR_EXPORT."""
     options = EvalOptions.of(tasks=tasks, modes=mode or (), lengths=lengths, texts=text or (), seed=seed, **asdict(recall))
-    folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    folder = out or default_folder(model, datetime.now().astimezone())
     check_path("--out", folder)
     check_writable("--out", folder, JSON_FILE)
     inputs = {"RUN_OR_EXPORT": model, "--twin": twin}
@@ -478,6 +479,7 @@ def verify(
 
 
 @ckpt.command
+@ending_by_signals("before the end; nothing was written; start again")
 def export(
     source: Annotated[Path, Parameter(name="CKPT", help=CHECKPOINT)],
     out: Annotated[Path, Parameter(help="The file or folder to write, which must not exist.")],
@@ -503,6 +505,7 @@ def export(
 
 
 @ckpt.command(name="import")
+@ending_by_signals("before the end; nothing was written; start again")
 def import_(
     source: Annotated[Path, Parameter(name="SOURCE", help="A folder that `ckpt export --format hf` or Transformers wrote.")],
     out: Annotated[Path, Parameter(help="The run's directory to write, which must not exist.")],

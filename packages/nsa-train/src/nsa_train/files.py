@@ -34,6 +34,7 @@ MOST_LINE = 16 * 2**20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errors of a write for which there is no room; Python's own message has no file name."""
 ASIDE = ".aside-"
+MOST_NAME = 64
 """Prefix of the name of a file that is being written; the file remains if the writer was killed."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -119,9 +120,11 @@ def parse_json(content: bytes) -> Any:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write a file to; it is renamed to `path` if the block ends without an error.
 
-    An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed. An error of the disk names `path`.
+    An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed. Each process has a temporary file of its
+    own, so that of two writers the last one wins. An error of the disk names `path`.
     """
-    aside = path.with_name(f"{ASIDE}{path.name}")
+    # the end of the name, which may decide the format of a picture
+    aside = path.with_name(f"{ASIDE}{os.getpid()}-{path.name[-MOST_NAME:]}")
     aside.unlink(missing_ok=True)
     try:
         with naming(path, aside):

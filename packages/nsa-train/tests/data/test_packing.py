@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_train.data.packing import IGNORED, PackedRows, collate
+from nsa_train.data.packing import IGNORED, PackedRows, Row, collate
 from nsa_train.data.sources.base import Document
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
 
@@ -85,6 +85,15 @@ def test_a_long_document_goes_on_in_the_next_row_and_keeps_its_label() -> None:
         [SEPARATOR, IGNORED, IGNORED, IGNORED],
     ]
     assert [rows[index].lengths for index in range(3)] == [[4], [3, 1], [2, 2]]
+
+
+def test_a_sequence_whose_labels_are_at_its_end_is_as_long_as_they_reach() -> None:
+    labels = np.full(10, IGNORED, np.int32)
+    labels[[4, 8]] = 3
+    assert collate([Row(np.zeros(10, np.int32), labels, [6, 4], 2)]).longest == 5
+    labels[8] = IGNORED
+    labels[9] = 1
+    assert collate([Row(np.zeros(10, np.int32), labels, [1, 9], 2)]).longest == 9
 
 
 def test_the_longest_sequence_ends_with_its_last_label() -> None:

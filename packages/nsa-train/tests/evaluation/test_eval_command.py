@@ -69,6 +69,17 @@ def test_a_text_run_leaves_out_what_its_positions_are_too_few_for(
     assert "loss-by-position" in captured.out and "passkey" not in captured.out
 
 
+def test_a_model_that_can_do_no_task_is_refused_before_anything_is_written(
+    tiny_run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["ckpt", "export", str(tiny_run.root), str(tmp_path / "exported"), "--format", "hf"]) == 0
+    # an export has no held-out rows
+    assert run_command(["eval", str(tmp_path / "exported"), "--lengths", "4", "--out", str(tmp_path / "out")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any("--tasks loss-by-position" in line for line in lines) and any("--tasks copy" in line for line in lines)
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_lengths_a_task_takes_those_of_the_defaults_that_are_long_enough(needle_run: Path, tmp_path: Path) -> None:
     """16 pairs do not fit into half of the 128 positions."""
     pairs = ("--pairs", "16")

@@ -19,11 +19,17 @@ CPU = torch.device("cpu")
 def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
+    (tmp_path / "first").touch()
+    for words in (["init", "-q"], ["add", "first"], [*author, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     commit = commit_of(tmp_path)
     assert commit is not None
     assert len(commit) == 40
+    # packages installed in an environment inside somebody's checkout have no commit of theirs
+    installed = tmp_path / ".venv/site-packages/nsa_core"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    assert commit_of(installed) is None
     (tmp_path / "file").touch()
     subprocess.run(["git", "-C", str(tmp_path), "add", "file"], check=True)
     assert commit_of(tmp_path) == f"{commit}-dirty"

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from nsa_core.config import BRANCHES
 from nsa_train.errors import GuardError
-from nsa_train.loop.guards import GradientWatch, StepGuard, StepNumbers, opening_lengths
+from nsa_train.loop.guards import GradientWatch, StepGuard, StepNumbers, opening_lengths, shut_parameters
 from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import TrainTable
 from nsa_train.telemetry.records import Cause
@@ -177,6 +178,36 @@ def test_a_run_of_which_one_step_was_taken_is_not_judged_by_it() -> None:
 def test_a_run_of_which_no_step_was_taken_has_no_gradients() -> None:
     with pytest.raises(GuardError, match="step 3: no gradient ever reached first, second, as every step was skipped; lower train.lr"):
         _watched({}, last_step=3).ended(3)
+
+
+def open_one(layer, opened: str) -> None:
+    """Set gates as a conversion does: `opened` gets 1 and the other branches 0."""
+    with torch.no_grad():
+        logits = torch.tensor([20.0 if branch == opened else torch.finfo(torch.float32).min for branch in BRANCHES])
+        layer.gate.down.bias.copy_(logits.repeat(layer.config.num_heads))
+
+
+@pytest.mark.parametrize(("branches", "opened"), [("['win']", "win"), ("['cmp','slc','win']", "slc")])
+def test_gates_that_are_exactly_open_or_closed_stop_no_run(tiny_config, branches: str, opened: str) -> None:
+    model = build_model(tiny_config(f"nsa.branches={branches}"))
+    for block in model.blocks:
+        open_one(block.attention, opened)
+    watch = GradientWatch(model, last_step=3)
+    ids = torch.randint(0, 200, (1, 64))
+    for step in (1, 2, 3):
+        model.zero_grad()
+        model.logits(model.hidden(model.embedding(ids))).square().mean().backward()
+        watch.observe(step, 64)
+    names = shut_parameters(model)
+    assert {name.split(".")[3] for name in names} == {
+        "gate",
+        *(["k_proj", "v_proj", "compress_k", "compress_v"] if opened == "slc" else []),
+    }
+    # one weight that is not 0 lets the gates depend on x
+    with torch.no_grad():
+        model.blocks[0].attention.gate.down.weight[0, 0] = 1.0
+    assert {name.split(".")[1] for name in shut_parameters(model)} == {"1"}
+    assert shut_parameters(build_model(tiny_config())) == set()
 
 
 def test_only_the_compressed_branch_may_sleep_in_short_sequences(tiny_config) -> None:

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.cli import run_command
-from nsa_train.errors import GuardError
+from nsa_train.errors import DataError, GuardError
 from nsa_train.loop.feed import Feed
 from nsa_train.loop.optim import gradient_norm
 from nsa_train.loop.trainer import Trainer
@@ -186,6 +186,28 @@ def test_plain_lines_elsewhere_than_on_a_terminal(train: Callable[..., Any], cap
     model = next(line for line in lines if line.startswith("model:"))
     assert "parameters with nsa" in model
     assert "with dense" in model
+
+
+@pytest.mark.parametrize(("first_failure", "code"), [(1, 2), (4, 1)])
+def test_data_that_fail_after_steps_were_taken_are_no_refusal_and_lose_no_step(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first_failure: int, code: int
+) -> None:
+    fetch, calls = Feed.fetch, []
+
+    def failing(self: Feed, is_stopped: Callable[[], bool]) -> Any:
+        calls.append(None)
+        if len(calls) == first_failure:
+            raise DataError("data.path: a.jsonl line 7 is not JSON")
+        return fetch(self, is_stopped)
+
+    run, words = tmp_path / "run", ["--set", "train.save_every=0"]
+    monkeypatch.setattr(Feed, "fetch", failing)
+    assert run_command(["run", str(tiny_recipe), "--out", str(run), *words]) == code
+    assert "a.jsonl line 7 is not JSON" in capsys.readouterr().err
+    assert [path.name for path in run.glob("checkpoints/step-*")] == [f"step-{step}" for step in range(first_failure - 1, 0, -3)][:1]
+    monkeypatch.undo()
+    if code == 1:
+        assert run_command(["resume", str(run)]) == 0
 
 
 def test_held_out_documents_without_a_token_to_predict_are_refused(

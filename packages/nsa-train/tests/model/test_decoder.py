@@ -15,7 +15,7 @@ from nsa_core.dense_attention import DenseAttention
 from nsa_train.data.packing import IGNORED
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import Decoder, build_model, count_parameters
-from nsa_train.model.loss import summed_loss
+from nsa_train.model.loss import loss_and_gradient, summed_loss, summed_loss_in_chunks
 from nsa_train.settings.recipe import load_config
 
 DIM = 32
@@ -232,3 +232,20 @@ def test_the_output_shares_the_embedding(tiny_config) -> None:
     with torch.no_grad():
         model.embedding.weight.zero_()
     assert not model(torch.zeros(1, 3, dtype=torch.int64)).any()
+
+
+def test_an_evaluation_in_chunks_computes_no_gradient() -> None:
+    asked = []
+
+    def kernel(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_grad: bool) -> tuple[Tensor, Tensor]:
+        asked.append(needs_grad)
+        return loss_and_gradient(logits, labels, wide, needs_grad)
+
+    hidden, weight = torch.randn(1, 6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    labels = torch.arange(6).unsqueeze(0)
+    with torch.no_grad():
+        quiet = summed_loss_in_chunks(hidden, weight, labels, 4, kernel)
+    assert asked == [False, False]
+    loss = summed_loss_in_chunks(hidden, weight, labels, 4, kernel)
+    assert asked == [False, False, True, True]
+    assert torch.equal(loss, quiet) and not quiet.requires_grad

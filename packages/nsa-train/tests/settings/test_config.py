@@ -151,3 +151,9 @@ def test_the_attention_layer_is_configured_by_both_tables(tiny_config) -> None:
     layer = config.nsa_config()
     assert (layer.hidden_size, layer.num_heads, layer.num_kv_heads, layer.head_dim_qk) == (32, 2, 1, 16)
     assert (layer.gate, layer.rope_theta, layer.geometry.window_size) == ("softmax", 500, 8)
+
+
+def test_an_empty_string_removes_an_optional_value_of_a_recipe(tiny_config) -> None:
+    words = ["train.selection_teacher='runs/dense'", "train.selection_loss=0.1"]
+    assert tiny_config(*words).train.selection_teacher == "runs/dense"
+    assert tiny_config(*words, "train.selection_teacher=").train.selection_teacher is None

@@ -1,13 +1,14 @@
 """Command-line options that are not keys of a recipe: refused before anything is opened."""
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
-from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, resume_step
+from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, default_folder, resume_step
 
 
 @pytest.mark.parametrize(
@@ -113,3 +114,13 @@ def test_a_name_too_long_exits_2_and_makes_nothing(
     assert lines
     assert all(line.startswith(("nsa-train: ", "FAIL  ")) for line in lines)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_an_evaluation_is_named_after_the_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2026, 11, 29, 10, 0, 5, tzinfo=UTC)
+    folders = [default_folder(Path(f"runs/{run}/checkpoints/step-3"), now) for run in "ab"]
+    assert folders == [Path(f"evals/{run}-step-3-20261129-100005") for run in "ab"]
+    folders[0].mkdir(parents=True)
+    assert default_folder(Path("runs/a/checkpoints/step-3"), now) == Path("evals/a-step-3-20261129-100005-2")
+    assert default_folder(Path("runs/a"), now) == Path("evals/a-20261129-100005")

@@ -87,3 +87,12 @@ def test_a_terminal_has_a_live_line_of_every_step() -> None:
     text = output.getvalue()
     assert "loss 5.6891" in text
     assert "a note\n" in text
+
+
+def test_steps_count_by_their_tokens() -> None:
+    output = io.StringIO()
+    display = ProgressDisplay(Screen(file=output, width=200), total_steps=20)
+    # 4,096 tokens in 0.4 s, 128 in 0.1 s
+    display.show_step(evolve(FIGURES, toks_per_s=4096 / 0.4, lengths=(4000, 96)), is_logged=False)
+    display.show_step(evolve(FIGURES, toks_per_s=128 / 0.1, lengths=(128,)), is_logged=True)
+    assert "toks/s 8448" in output.getvalue()

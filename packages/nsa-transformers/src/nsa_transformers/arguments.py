@@ -11,9 +11,8 @@ from nsa_core.checks import is_size
 from nsa_core.errors import InputError, type_of
 from nsa_transformers.cache import NSAModelCache
 from nsa_transformers.layout import INTEGERS
+from nsa_transformers.weights import WORKING_CACHES
 
-WORKING_CACHES = (None, "dynamic", "static")
-"""The values of `cache_implementation` that `generate` takes."""
 CALLERS = (
     *("output_attentions", "return_dict", "cache_position", "num_items_in_batch", "ignore_index", "shift_labels"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_first_iteration", "tokenizer"),
@@ -88,7 +87,7 @@ def require_batch(ids: Any, embedded: Any, hidden_size: int) -> None:
         )
 
 
-def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_keep: int | Tensor) -> None:
+def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_keep: int | Tensor, ignored: int) -> None:
     """Raise InputError unless `labels` are int64 of the shape `(B, S)` of `tokens`, all logits are kept, and (on a CPU) the ids are known."""
     if labels.shape != tokens.shape[:2] or labels.dtype != torch.int64:
         raise InputError(
@@ -99,10 +98,10 @@ def require_labels(labels: Tensor, tokens: Tensor, vocab_size: int, logits_to_ke
         raise InputError(
             f"logits_to_keep={logits_to_keep} came with labels (the loss needs the logits of all tokens); leave one of them out"
         )
-    is_wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
+    is_wrong = (labels != ignored) & ((labels < 0) | (labels >= vocab_size))
     if labels.device.type == "cpu" and bool(is_wrong.any()):
         raise InputError(
-            f"labels hold {int(labels[is_wrong][0])} (the vocabulary has ids 0 .. {vocab_size - 1}, and {IGNORED} marks what does not count); "
+            f"labels hold {int(labels[is_wrong][0])} (the vocabulary has ids 0 .. {vocab_size - 1}, and {ignored} marks what does not count); "
             "use the tokenizer of this model"
         )
 

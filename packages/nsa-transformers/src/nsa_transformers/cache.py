@@ -34,9 +34,11 @@ class NSACacheLayer(CacheLayerMixin):
     def start(self, attention: Any, x: Tensor) -> None:
         """Allocate the stores of the module `attention` for the sequences of x `(B, S, hidden_size)`, if there are none yet."""
         if self.store is None:
-            # weights that accelerate has offloaded are on the meta device
-            device = x.device if attention.q_proj.weight.is_meta else None
-            self.store = attention.new_cache(len(x), self.max_cache_len, device=device, **self.options)
+            weight = attention.q_proj.weight
+            # weights that accelerate has offloaded are on the meta device, and quantized ones are integers
+            is_packed = not isinstance(weight, Tensor) or not weight.is_floating_point()
+            given = {"device": x.device if is_packed or weight.is_meta else None, "dtype": x.dtype if is_packed else None}
+            self.store = attention.new_cache(len(x), self.max_cache_len, **given, **self.options)
             if self.is_compileable:
                 # a tensor made in inference mode takes no write outside of it
                 with torch.inference_mode(False):
@@ -277,6 +279,11 @@ class NSAModelCache(Cache):
             raise CacheOverflowError(
                 f"{num_tokens} tokens do not fit past_key_values (it was built with max_cache_len={most}); use max_cache_len={num_tokens} or more"
             )
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return True if the cache holds tokens, or stores for them."""
+        return self.deferred is not None or all(layer.is_initialized for layer in self.layers)
 
     def require_rollback(self, num_tokens: int) -> None:
         """Raise CacheOverflowError if `crop` could not remove `num_tokens` tokens."""

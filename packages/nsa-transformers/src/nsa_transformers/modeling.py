@@ -301,7 +301,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         require_tensors(labels=labels)
         require_kept(logits_to_keep, tokens)
         if labels is not None and isinstance(tokens, Tensor) and not torch.compiler.is_compiling():
-            require_labels(labels, tokens, self.config.vocab_size, logits_to_keep)
+            require_labels(labels, tokens, self.config.vocab_size, logits_to_keep, kwargs.get("ignore_index", IGNORED))
         outputs = super().forward(
             input_ids,
             attention_mask,
@@ -320,6 +320,10 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             if attention_mask is not None:
                 ignored = kwargs.get("ignore_index", IGNORED)
                 asked, labels = labels, labels_that_follow_tokens(labels, attention_mask, ignored)
+                if (shifted := kwargs.get("shift_labels")) is not None:
+                    # the label of a token stands at the column before it
+                    is_token = attention_mask[:, -shifted.shape[1] :] != 0
+                    kwargs["shift_labels"] = shifted.masked_fill(~is_token, ignored)
                 if (num_items := kwargs.get("num_items_in_batch")) is not None:
                     # `Trainer` counts the tokens that follow padding too
                     kwargs["num_items_in_batch"] = num_items * share_of_labels(labels, asked, ignored)
@@ -366,6 +370,10 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             if given.is_assistant and mask is None:
                 # the target drops a mask of ones, and an accepted token may be the pad token
                 kwargs["attention_mask"] = torch.ones_like(ids)
+        assistant = kwargs.get("assistant_model")
+        if isinstance(cache, NSAModelCache) and assistant is not None:
+            # before any token is drawn
+            cache.require_rollback(assistant.generation_config.num_assistant_tokens or 0)
         if held and tokens is not None and (mask is None or mask.shape[1] == tokens.shape[1]):
             require_new_tokens(held, tokens)
         return super().generate(inputs, *args, **kwargs)

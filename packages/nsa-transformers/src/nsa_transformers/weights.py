@@ -15,17 +15,20 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from nsa_core import NativeSparseAttention
 from nsa_core.decoder import weightless
 from nsa_core.errors import ConfigError, InputError
 from nsa_transformers.checksums import KEY, require_undamaged, seal_copy
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-SAVED = re.compile(r"(?P<name>model(\.[^.]+)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
+SAVED = re.compile(r"(?P<name>model(\.[^.]+?)?)(?P<shard>-\d{5}-of-\d{5})?\.safetensors")
 """Matches the names of weight files that `save_pretrained` writes, but not those of an adapter."""
 NAMED = 3
 """Maximum number of tensors that a message names."""
 GENERATION = "generation_config.json"
+WORKING_CACHES = (None, "dynamic", "static")
+"""The values of `cache_implementation` that `generate` takes."""
 MOST_JSON = 16 * 2**20
 """Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
 
@@ -77,6 +80,10 @@ class Stored:
         require_architecture(model.config, cls.__name__)
         require_whole(info, str(folder))
         require_tied(model, str(folder))
+        for layer in model.modules():
+            if isinstance(layer, NativeSparseAttention):
+                # Transformers creates parameters anew, all of them with gradients
+                layer.freeze_choice()
         return (model, info) if wants_info else model
 
     @classmethod

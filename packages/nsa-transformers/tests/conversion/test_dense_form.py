@@ -59,6 +59,13 @@ def test_a_second_epsilon_scales_what_is_normed():
         assert torch.allclose(there, factor * ours[f"blocks.0.attention.{name}.weight"], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_epsilon_of_a_norm_without_one_is_that_of_its_computation(tiny_model, dtype):
+    model = tiny_model("dense", rms_norm_eps=None).to(dtype)
+    found = dense_form(model.config, model.state_dict())
+    assert found.config.rms_norm_eps == torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
 def test_a_sparse_model_has_no_dense_form(dense, convert):
     model = convert(dense().folder, layers=["dense", "nsa"]).model
     with pytest.raises(ConfigError, match=r"layer 1 is sparse, with branches=\['cmp', 'slc', 'win'\] .*; use --format hf"):

@@ -142,8 +142,8 @@ def collate(rows: Sequence[Row]) -> Batch:
     loss_mask = labels != IGNORED
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    # a sequence's labels are at its start
-    labelled = np.add.reduceat(loss_mask[0], cu_seqlens[:-1], dtype=np.int32)
+    # tokens from the start of each label's own sequence up to it
+    reach = np.arange(1, len(loss_mask[0]) + 1) - np.repeat(cu_seqlens[:-1], lengths)
     return Batch(
         input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
         labels=torch.from_numpy(labels),
@@ -151,7 +151,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         lengths=torch.from_numpy(lengths),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=len(rows[0].input_ids),
-        longest=int(labelled.max()),
+        longest=int((reach * loss_mask[0]).max()),
         num_targets=int(np.count_nonzero(loss_mask)),
     )
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_core.config import BRANCHES
+from nsa_core.gating import gates_from_logits
 from nsa_train.checkpoint.tensors import model_tensors, optimizer_tensors
 from nsa_train.errors import GuardError
-from nsa_train.parallel.world import World, local_part
+from nsa_train.parallel.world import World, local_part, whole
 from nsa_train.settings.config import TrainTable
 from nsa_train.telemetry.records import Cause
 
@@ -108,8 +110,8 @@ class StepGuard:
 class GradientWatch:
     """Stops the run unless every parameter has a gradient at the first step and a nonzero one in steps 2 .. 20.
 
-    Parameters of a branch for which no sequence was long enough are exempt. With shards, a gradient counts on
-    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is checked.
+    Parameters of a branch for which no sequence was long enough are exempt, and those that `shut_parameters` names. With shards, a gradient counts
+    on whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is checked.
     """
 
     def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
@@ -119,7 +121,8 @@ class GradientWatch:
         self.num_observed = 0
         self._world = world
         self._opening_lengths = opening_lengths(model)
-        self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        shut = shut_parameters(model)
+        self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in shut}
 
     def observe(self, step: int, longest: int) -> None:
         """Check the gradients of `step`, in which the longest sequence of all ranks had `longest` tokens.
@@ -173,6 +176,31 @@ class GradientWatch:
 
     def _is_open(self, name: str) -> bool:
         return self.longest >= self._opening_lengths.get(name, 1)
+
+
+def shut_parameters(model: nn.Module) -> set[str]:
+    """Return the names of parameters that no gradient can reach, because gates that do not depend on x yet are exactly 0 or 1.
+
+    So a conversion begins in a layer of one branch, and with `--gates selected`. A collective if weights are sharded.
+    """
+    found = set[str]()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, NativeSparseAttention):
+            continue
+        weight, bias = whole(layer.gate.down.weight.detach()), whole(layer.gate.down.bias.detach())
+        if bool(weight.any()):
+            continue
+        config = layer.config
+        logits = bias.view(1, 1, -1, len(BRANCHES))
+        sees_all = torch.ones(1, 1, dtype=torch.bool, device=bias.device)
+        gates = gates_from_logits(logits, sees_all, kind=config.gate, temperature=config.gate_temperature, branches=config.branches)
+        if not bool(((gates == 0) | (gates == 1)).all()):
+            continue
+        closed = [branch for index, branch in enumerate(BRANCHES) if not gates[..., index].any()]
+        starts = ["gate.", *(f"{each}.{branch}." for branch in closed for each in ("k_proj", "v_proj", "k_norm"))]
+        starts += ["compress_"] if "cmp" in closed else []
+        found |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters() if parameter.startswith(tuple(starts))}
+    return found
 
 
 def opening_lengths(model: nn.Module) -> dict[str, int]:

@@ -235,9 +235,15 @@ class Trainer:
         said = FAILED if failure else int(self.stops.heard(look=self.world.is_main))
         mine = (fetched.num_targets, fetched.num_tokens, fetched.longest) if fetched else (0, 0, 0)
         everyone = self.world.exchange(_Agreement(said, *mine))
-        if failure is not None:
-            raise failure
         failed = [rank for rank, row in enumerate(everyone) if row.said == FAILED]
+        is_begun = step - 1 > self.start
+        if failed and is_begun:
+            self._keep(step - 1)
+        if failure is not None:
+            if not is_begun:
+                raise failure
+            # not a refusal any more: steps were taken, and they are saved
+            raise TrainError(f"step {step}: {failure}; the steps before it are saved; continue with --resume") from failure
         if failed:
             raise PeerError(f"step {step}: the data of rank {failed[0]} are not available; its own message says why")
         stop = Stop(max(row.said for row in everyone))
@@ -250,11 +256,15 @@ class Trainer:
 
     def _stop(self, step: int, stop: Stop) -> NoReturn:
         """Save after `step` and end the run."""
+        self._keep(step)
+        raise stop.error(step)
+
+    def _keep(self, step: int) -> None:
+        """Save after `step`, unless that is done, and wait until all ranks have; a collective."""
         if self.saved_at != step:
             self._save(step)
         self.writer.wait()
         self.world.barrier()
-        raise stop.error(step)
 
     def _backward(self, step: int, fetched: Fetched, targets: int, observed: Observed) -> StepNumbers:
         """Fill the gradients of the mean loss over the `targets` of all ranks and return this rank's numbers."""

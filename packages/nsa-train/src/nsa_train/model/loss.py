@@ -25,15 +25,18 @@ def summed_loss_in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_
     """
     flat = hidden.flatten(0, -2)
     apply: Callable[..., Tensor] = _ChunkedLoss.apply
-    return apply(flat, weight, labels.flatten(), chunk_size, kernel or loss_and_gradient)
+    # inside of `forward` gradients are always off
+    return apply(flat, weight, labels.flatten(), chunk_size, kernel or loss_and_gradient, torch.is_grad_enabled())
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, kernel: ChunkKernel) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, kernel: ChunkKernel, is_grad_enabled: bool
+    ) -> Tensor:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad = is_grad_enabled and any(ctx.needs_input_grad)
         wide = torch.promote_types(weight.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         matrix, hidden_grad = weight.to(dtype), torch.empty_like(hidden) if needs_grad else None
@@ -52,10 +55,10 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         [factor] = grad_outputs
         hidden_grad, weight_grad = ctx.saved_tensors
-        return (hidden_grad * factor).to(hidden_grad.dtype), (weight_grad * factor).to(ctx.weight_dtype), None, None, None
+        return (hidden_grad * factor).to(hidden_grad.dtype), (weight_grad * factor).to(ctx.weight_dtype), None, None, None, None
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_grad: bool) -> tuple[Tensor, Tensor]:

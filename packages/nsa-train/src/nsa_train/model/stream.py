@@ -96,11 +96,11 @@ class TextStream:
             now = time.perf_counter()
             if number == 0:
                 self.prompt_s, first = now - started, now
-            self.seconds = now - first
             self.is_cut = index == BROKEN
             if self.is_cut or index == self._tokenizer.separator:
                 return
-            self.num_tokens += 1
+            # only tokens of the text are timed
+            self.num_tokens, self.seconds = self.num_tokens + 1, now - first
             yield index
             if number + 1 < sampling.num_tokens:
                 logits = steps.step(index)

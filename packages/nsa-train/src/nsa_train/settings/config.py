@@ -244,7 +244,7 @@ class TrainTable(Table):
     """Peak learning rate; the cosine ends at a tenth of it."""
     warmup_steps: int = integer(at_least=0, at_most=MOST_STEPS, example=20, default=0)
     weight_decay: float = number(at_least=1e-12, at_most=100, example=0.1, default=0.1, or_zero=True)
-    """Weight decay, on matrices only: never on norms, biases, embeddings."""
+    """Weight decay, on parameters of two or more dimensions: never on norms, biases, embeddings."""
     grad_clip: float = number(at_least=1e-9, at_most=10**9, example=1.0, default=1.0, or_inf=True)
     """Largest global gradient norm; inf: no clipping."""
     log_every: int = integer(at_least=1, at_most=MOST_STEPS, example=10, default=10)

@@ -4,6 +4,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
@@ -222,6 +224,15 @@ def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterato
         yield f"{option}={str(path)!r} is a file of {holders[0]} (it would be lost); name another file"
     elif not path.parent.is_dir():
         yield f"{option}={str(path)!r} is in no existing directory ({str(path.parent)!r} does not exist); make it, or name another"
+
+
+def default_folder(model: Path, now: datetime) -> Path:
+    """Return a directory for an evaluation of `model`: evals/NAME-TIME, numbered if it exists. NAME begins with the run of a checkpoint."""
+    path = model.absolute()
+    name = f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name
+    first = Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}"
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return first if not first.exists() else next(folder for folder in others if not folder.exists())
 
 
 def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:

@@ -114,8 +114,9 @@ def flag(default: bool) -> Any:
 
 
 def optional_text(*, example: str) -> Any:
-    """Return a field that holds a string that is not empty, or nothing."""
-    return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a non-empty string", example), None)
+    """Return a field that holds a string that is not empty, or nothing: an empty string removes a recipe's value."""
+    rule = Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a non-empty string", example)
+    return field(default=None, converter=lambda value: None if value == "" else value, metadata={"rule": rule})
 
 
 def _key(rule: Rule, default: Any) -> Any:

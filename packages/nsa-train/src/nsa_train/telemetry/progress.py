@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Self, TextIO, cast
 
 from attrs import evolve, frozen
@@ -59,7 +58,7 @@ class ProgressDisplay:
         # colours may be forced for a file, and some terminals cannot move the cursor
         is_live = console.file.isatty() and console.is_interactive
         self._bar = Progress(*columns, console=console, transient=True) if is_live else None
-        self._seconds_per_token: list[float] = []
+        self._tokens, self._seconds = 0, 0.0
         self._task: TaskID | None = self._bar.add_task("starting", total=total_steps) if self._bar else None
 
     def __enter__(self) -> Self:
@@ -85,10 +84,12 @@ class ProgressDisplay:
             with self._shown():
                 self._bar.update(self._task, completed=figures.step, description=str(figures))
             return
-        self._seconds_per_token.append(1 / figures.toks_per_s)
+        # of this rank, as a weight: steps without packing have different numbers of tokens
+        tokens = sum(figures.lengths) or 1
+        self._tokens, self._seconds = self._tokens + tokens, self._seconds + tokens / figures.toks_per_s
         if is_logged:
-            self.note(str(evolve(figures, toks_per_s=1 / fmean(self._seconds_per_token))))
-            self._seconds_per_token.clear()
+            self.note(str(evolve(figures, toks_per_s=self._tokens / self._seconds)))
+            self._tokens, self._seconds = 0, 0.0
 
     def note(self, text: str) -> None:
         """Print a line that stays."""

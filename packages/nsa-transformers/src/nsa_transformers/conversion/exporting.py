@@ -44,7 +44,8 @@ def dense_form(config: NSAModelConfig, tensors: Mapping[str, Tensor]) -> DenseFo
     """
     architecture, layer = _architecture_of(config), config.decoder_layers()[0].config
     norm = tensors["norm.weight"]
-    eps = torch.finfo(norm.dtype).eps if config.rms_norm_eps is None else config.rms_norm_eps
+    # a norm computes bfloat16 and float16 in float32
+    eps = torch.finfo(torch.promote_types(norm.dtype, torch.float32)).eps if config.rms_norm_eps is None else config.rms_norm_eps
     found = getattr(transformers, f"{architecture.prefix}Config")(
         architectures=[architecture.model_class],
         dtype=str(norm.dtype).removeprefix("torch."),

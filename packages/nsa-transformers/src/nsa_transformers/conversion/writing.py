@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from nsa_transformers.arguments import WORKING_CACHES
 from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
 from nsa_transformers.conversion.tensor_files import write_shards
 from nsa_transformers.conversion.verifying import Difference, compare
-from nsa_transformers.weights import GENERATION, generation_settings
+from nsa_transformers.weights import GENERATION, WORKING_CACHES, generation_settings
 
 TOKENIZER_FILES = (
     "tokenizer.json",
