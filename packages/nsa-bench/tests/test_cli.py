@@ -340,7 +340,8 @@ def test_commands_that_train_say_what_is_missing_and_the_others_need_no_trainer(
     words = [sys.executable, "-c", WITHOUT_TRAINER, json.dumps([*drives, *others])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == str([2] * len(drives) + [0] * len(others))
-    sentence = "nsa-bench: {} drives nsa-train, which is not installed (it is an extra); in a checkout: pip install ./packages/nsa-train"
+    sentence = "nsa-bench: {} drives nsa-train, which is not installed (it is an extra); in a checkout: "
+    sentence += "pip install ./packages/nsa-train './packages/nsa-bench[train]'"
     assert done.stderr.splitlines() == [sentence.format(command) for command, *_ in drives]
     assert not any(tmp_path.iterdir())
 

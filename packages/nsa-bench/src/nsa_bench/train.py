@@ -22,10 +22,10 @@ from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.launching import environment_of_run, stopped_by_signals
 from nsa_bench.results import Output, facts_of
 from nsa_train.errors import ConfigError
-from nsa_train.preflight.judge import LONG_STEPS
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
+from nsa_train.settings.rules import LONG_STEPS
 from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3

@@ -36,7 +36,7 @@ class DecoderSizes(NamedTuple):
     intermediate_size: int
     """Width of the MLP; `mlp_width` is the usual one."""
     norm_eps: float | None = None
-    """Epsilon that RMSNorm adds to the mean square; None: the machine epsilon of the norm's input."""
+    """Epsilon that RMSNorm adds to the mean square; None: 2^-23, the machine epsilon of float32 (float64: its own)."""
     tie_embeddings: bool = True
     """The output layer shares the embedding's weight; else it has `lm_head.weight`."""
 

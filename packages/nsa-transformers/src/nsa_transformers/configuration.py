@@ -85,7 +85,7 @@ class NSAModelConfig(PreTrainedConfig):
     head_dim_v: int | None = None
     max_position_embeddings: int = 4096
     rms_norm_eps: float | None = None
-    """Epsilon of RMSNorm; None: the machine epsilon of the norm's input."""
+    """Epsilon of RMSNorm; None: 2^-23, the machine epsilon of float32 (float64: its own)."""
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = None

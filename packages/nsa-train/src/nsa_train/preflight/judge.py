@@ -15,10 +15,8 @@ from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.machine import check_machine, check_memory, check_routes
 from nsa_train.preflight.memory import MemoryFixes, estimate_memory
 from nsa_train.settings.config import RunConfig
-from nsa_train.settings.rules import undivided_rows
+from nsa_train.settings.rules import LONG_STEPS, undivided_rows
 
-LONG_STEPS = 5000
-"""From this number of steps on, a run is long: it must save checkpoints and, on a GPU, compute in bf16."""
 TOY_PARAMETERS = 1_000_000
 ALIGNED = 8
 """Widths of 16-bit products should be multiples of this for tensor cores."""

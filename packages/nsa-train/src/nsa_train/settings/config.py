@@ -82,7 +82,7 @@ class ModelTable(Table):
     tie_embeddings: bool = flag(default=True)
     """The output layer shares the token embedding; else it has its own weight."""
     norm_eps: float | None = number(at_least=1e-12, at_most=1, example=1e-6, default=None)
-    """Added to the mean square in RMSNorm; left out: the machine epsilon of the norm's input."""
+    """Added to the mean square in RMSNorm; left out: 2^-23, the machine epsilon of float32 (float64: its own)."""
     max_position: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
     """The longest sequence that the model is meant for; an export records it, and no row may be longer; 0: `train.seq_len`."""
 

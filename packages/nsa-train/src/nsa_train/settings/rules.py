@@ -55,6 +55,8 @@ def shown(text: str) -> str:
 
 MOST_STEPS = 10**9
 """Maximum number of steps, and of everything that is counted in steps."""
+LONG_STEPS = 5000
+"""From this number of steps on, a run is long: it must save checkpoints and, on a GPU, compute in bf16."""
 MOST_ROWS = 2**16
 """Maximum rows of one micro-batch, on all processes together."""
 MOST_ACCUMULATED = 2**16
