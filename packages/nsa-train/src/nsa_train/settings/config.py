@@ -262,7 +262,7 @@ class TrainTable(Table):
     selection_loss: float = number(at_least=1e-6, at_most=1000, example=0.1, default=0.0, or_zero=True)
     """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none.
     Without the branch cmp the keys of the choice are frozen, and only q learns."""
-    selection_teacher: str | None = optional_text(example="'runs/dense'")
+    selection_teacher: str | None = optional_text(example="'runs/dense'", is_removable=True)
     """Run, step-N directory or Hugging Face folder of a frozen model. selection_loss then teaches this model's attention over all keys instead
     of each layer's own. It needs as many layers and the same vocabulary. A resumed run reads it again, and may name another."""
     init_from: str | None = optional_text(example="'runs/short'")

@@ -115,10 +115,11 @@ def flag(default: bool) -> Any:
     return _key(Rule(lambda value: isinstance(value, bool), "true or false", "true"), default)
 
 
-def optional_text(*, example: str) -> Any:
-    """Return a field that holds a string that is not empty, or nothing: an empty string removes a recipe's value."""
+def optional_text(*, example: str, is_removable: bool = False) -> Any:
+    """Return a field that holds a string that is not empty, or nothing. `is_removable`: an empty string removes a recipe's value."""
     rule = Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a non-empty string", example)
-    return field(default=None, converter=lambda value: None if value == "" else value, metadata={"rule": rule})
+    removed = "" if is_removable else None
+    return field(default=None, converter=lambda value: None if value == removed else value, metadata={"rule": rule})
 
 
 def _key(rule: Rule, default: Any) -> Any:
