@@ -78,6 +78,14 @@ def test_of_two_writers_the_last_one_wins(tmp_path: Path, monkeypatch: pytest.Mo
     assert len([*tmp_path.iterdir()]) == 1
 
 
+def test_a_name_of_many_bytes_is_written(tmp_path: Path) -> None:
+    path = tmp_path / f"{'é' * 120}.png"
+    with written_whole(path) as aside:
+        aside.write_text("ours")
+        assert aside.suffix == ".png"
+    assert path.read_text() == "ours"
+
+
 def test_the_socket_of_a_process_that_listens_is_refused_too(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))

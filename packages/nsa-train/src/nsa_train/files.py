@@ -34,8 +34,9 @@ MOST_LINE = 16 * 2**20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errors of a write for which there is no room; Python's own message has no file name."""
 ASIDE = ".aside-"
-MOST_NAME = 64
 """Prefix of the name of a file that is being written; the file remains if the writer was killed."""
+MOST_NAME = 200
+"""Bytes of a file's own name that the name of its temporary file keeps; a system limits a name to 255."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -123,8 +124,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed. Each process has a temporary file of its
     own, so that of two writers the last one wins. An error of the disk names `path`.
     """
-    # the end of the name, which may decide the format of a picture
-    aside = path.with_name(f"{ASIDE}{os.getpid()}-{path.name[-MOST_NAME:]}")
+    # the end of the name, because it decides the format of a picture
+    kept = os.fsencode(path.name)[-MOST_NAME:].decode(errors="ignore")
+    aside = path.with_name(f"{ASIDE}{os.getpid()}-{kept}")
     aside.unlink(missing_ok=True)
     try:
         with naming(path, aside):

@@ -1,6 +1,8 @@
 """`nsa-train ckpt ls | verify | export`."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,29 @@ def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capsys
     assert run_command(["ckpt", "export", str(root), str(tmp_path / "out")]) == 1
     assert "optimizer.safetensors is damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+TERMINATED = """
+import os, signal, sys
+from nsa_train.checkpoint import tensors
+from nsa_train.cli import run_command
+
+def write(path, *_, **__):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+tensors.write_tensors = write
+sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+def test_an_export_that_sigterm_ends_leaves_no_debris(root: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    words = [sys.executable, "-c", TERMINATED, "ckpt", "export", str(root), str(tmp_path / "out/model")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.endswith("before the end; nothing was written; start again\n")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf"])

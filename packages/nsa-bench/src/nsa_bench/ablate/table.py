@@ -305,7 +305,6 @@ def to_rows(plan: Plan, results: Sequence[TrialResult]) -> list[dict[str, Any]]:
 
 def common_facts(ran_on: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the facts that all of `ran_on` share, SEVERAL for those that differ, and the latest time; None for what is unknown."""
-
     of_trials = list(ran_on)
 
     def shared(name: str) -> Any:

@@ -112,6 +112,7 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
         raise ConfigError.of(problems)
     against = {name: task.problems(subject) for name, task in TASKS.items()}
     chosen = subject.options.tasks or tuple(name for name, reasons in against.items() if not reasons)
+    # if the model can do no task, every reason is a problem
     if problems := [f"--tasks {name} {reason}" for name in chosen or against for reason in against[name]]:
         raise ConfigError.of(problems)
     for name, reason in ((name, reason) for name, reasons in against.items() for reason in reasons if not subject.options.tasks):

@@ -229,7 +229,8 @@ def _unfit_output(option: str, path: Path, taken: Mapping[Path, str]) -> Iterato
 def default_folder(model: Path, now: datetime) -> Path:
     """Return a directory for an evaluation of `model`: evals/NAME-TIME, numbered if it exists. NAME begins with the run of a checkpoint."""
     path = model.absolute()
-    name = f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name
+    own = _own_folder(path)
+    name = path.name if own == path else f"{own.name}-{path.name}"
     first = Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}"
     others = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(folder for folder in others if not folder.exists())
