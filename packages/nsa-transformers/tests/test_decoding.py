@@ -182,6 +182,7 @@ def test_a_step_that_others_change_runs_in_the_plain_loop(
 
 
 @pytest.mark.hardware(capability=(8, 0))
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", ["nsa", "shared", "mixed"])
 def test_no_step_on_a_gpu_waits_for_its_token(tiny_model: Callable[..., NSAForCausalLM], prompt: Tensor, kind: str) -> None:
     model = tiny_model(kind, hidden_size=64).cuda()
