@@ -483,7 +483,28 @@ def test_projections_without_a_tensor_of_weights_are_called_as_they_are(random_l
     expected = layer(x)
     layer.q_proj, layer.o_proj = Quantized(layer.q_proj), Quantized(layer.o_proj)
     assert torch.equal(layer(x), expected)
-    with pytest.raises(InputError, match="q_proj keeps no weights in floating point .*; give new_cache dtype and device"):
+    with pytest.raises(InputError, match="q_proj keeps no weights of 16 bits or more .*; give new_cache dtype and device"):
+        layer.new_cache(1, 9)
+    cache = layer.new_cache(1, 9, dtype=x.dtype, device=torch.device("cpu"))
+    torch.testing.assert_close(layer(x, cache=cache), expected)
+
+
+def test_projections_with_weights_of_8_bits_are_called_as_they_are(random_layer, random_input):
+    class Scaled(torch.nn.Module):
+        """As FP8 layers of other packages: the weight is stored in 8 bits, and the layer computes in the dtype of its input."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.to(x.dtype))
+
+    layer, x = random_layer(CONFIG), random_input(1, 9, CONFIG.hidden_size)
+    layer.q_proj, layer.o_proj = Scaled(layer.q_proj), Scaled(layer.o_proj)
+    expected = layer(x)
+    assert expected.dtype == x.dtype
+    with pytest.raises(InputError, match="q_proj keeps no weights of 16 bits or more"):
         layer.new_cache(1, 9)
     cache = layer.new_cache(1, 9, dtype=x.dtype, device=torch.device("cpu"))
     torch.testing.assert_close(layer(x, cache=cache), expected)

@@ -72,8 +72,7 @@ def check_hidden(x: object, hidden_size: int, weight: object) -> None:
     assert isinstance(x, Tensor)
     if x.shape[2] != hidden_size:
         raise InputError(f"x has shape {tuple(x.shape)} (the layout is {layout}); reshape it")
-    # a layer of another package, such as a quantized one, may keep no tensor there, or integers
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if not is_plain(weight):
         return
     # offloaded weights are on the meta device until a projection runs
     if not weight.is_meta:
@@ -84,9 +83,14 @@ def check_hidden(x: object, hidden_size: int, weight: object) -> None:
 
 def check_cache_dtype(x: Tensor, dtype: torch.dtype, weight: object) -> None:
     """Raise InputError unless a cache of `dtype` fits a layer with `weight`, or autocast casts between them."""
-    computed = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else x.dtype
+    computed = weight.dtype if is_plain(weight) else x.dtype
     if dtype != computed and not is_autocast(x, dtype, computed):
         raise InputError(f"the cache holds {dtype}, the layer computes in {computed}; build it with this layer's new_cache")
+
+
+def is_plain(weight: object) -> TypeGuard[Tensor]:
+    """Return True if a layer with `weight` computes in its dtype. A quantized layer of another package keeps integers, FP8, or no tensor there."""
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def is_autocast(x: Tensor, *dtypes: torch.dtype) -> bool:

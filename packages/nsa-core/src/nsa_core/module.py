@@ -155,11 +155,10 @@ class NativeSparseAttention(nn.Module):
             InputError: for sizes, options or a dtype that a cache does not support.
         """
         weight: Any = self.q_proj.weight
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            # a layer of another package, such as a quantized one
+        if not checks.is_plain(weight):
             if dtype is None or device is None:
                 raise InputError(
-                    "q_proj keeps no weights in floating point (a cache takes its dtype and device from them); give new_cache dtype and device"
+                    "q_proj keeps no weights of 16 bits or more (a cache takes its dtype and device from them); give new_cache dtype and device"
                 )
             weight = torch.empty(0, dtype=dtype, device=device)
         # autocast leaves float64 as it is

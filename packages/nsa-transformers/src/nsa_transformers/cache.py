@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nsa_core.checks import is_size
+from nsa_core.checks import is_plain, is_size
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK
 from nsa_core.kv_cache.step_graphs import KNOWN, StepGraphs
@@ -35,8 +35,8 @@ class NSACacheLayer(CacheLayerMixin):
         """Allocate the stores of the module `attention` for the sequences of x `(B, S, hidden_size)`, if there are none yet."""
         if self.store is None:
             weight = attention.q_proj.weight
-            # weights that accelerate has offloaded are on the meta device, and quantized ones are integers
-            is_packed = not isinstance(weight, Tensor) or not weight.is_floating_point()
+            is_packed = not is_plain(weight)
+            # weights that accelerate has offloaded are on the meta device
             given = {"device": x.device if is_packed or weight.is_meta else None, "dtype": x.dtype if is_packed else None}
             self.store = attention.new_cache(len(x), self.max_cache_len, **given, **self.options)
             if self.is_compileable:
