@@ -1,7 +1,7 @@
 """Open a trained model with its tokenizer, from a run, a checkpoint or a folder of Hugging Face Transformers, and compare it with its twin."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ class OpenedModel(NamedTuple):
     """Number of training steps that made the weights; None if the folder does not say."""
     config: RunConfig | None
     """The recipe of the run; None for a folder of Hugging Face Transformers, which has none."""
+    fingerprint: Mapping[str, Any] = {}
+    """The settings and content of the run's data, as the checkpoint holds them; empty if it holds none."""
 
 
 def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, with_weights: bool = True) -> OpenedModel:
@@ -66,6 +68,7 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
         path=checkpoint.path,
         step=checkpoint.step,
         config=config,
+        fingerprint=checkpoint.state.get("data", {}).get("fingerprint", {}),
     )
 
 

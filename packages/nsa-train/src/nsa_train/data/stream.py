@@ -1,6 +1,6 @@
 """The data in the form that the trainer needs: a rank's batches, their position, and the rows that every evaluation reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -181,6 +181,11 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return state_of(fingerprint, parts[0]["batches"], ordered)
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a text for each entry in which the fingerprint `now` differs from that of `before`."""
+    return [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in now.items() if before.get(key) != value]
+
+
 def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int) -> None:
     """Check that a state belongs to this data.
 
@@ -189,12 +194,7 @@ def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int)
     """
     if merged.get("version") != VERSION:
         raise DataError(f"data: the checkpoint's position has version={merged.get('version')} (this one reads {VERSION}); use that version")
-    differing = [
-        f"{key} was {merged['fingerprint'].get(key)!r} and is {value!r}"
-        for key, value in fingerprint.items()
-        if merged["fingerprint"].get(key) != value
-    ]
-    if differing:
+    if differing := differences(merged["fingerprint"], fingerprint):
         raise DataError(
             f"data: the position of the checkpoint belongs to other data ({'; '.join(differing)}); "
             "give the recipe of that run, and its files as they were, or start a new run in another --out"
