@@ -124,9 +124,9 @@ def layer(request: pytest.FixtureRequest) -> NativeSparseAttention:
 
 @torch.no_grad()
 def test_a_closed_branch_adds_nothing_and_opens_again(layer: NativeSparseAttention) -> None:
-    x, registry = torch.randn(2, 40, 16), registry_of(RandomChoice(torch.Generator()))
+    x = torch.randn(2, 40, 16)
     before = layer(x)
-    with limited_to(Mode.CLOSED, [layer], registry):
+    with limited_to(Mode.CLOSED, [layer], {}):
         closed = layer(x)
         values = layer.v_proj["slc"].weight.clone()
         layer.v_proj["slc"].weight.mul_(-3)
@@ -138,9 +138,9 @@ def test_a_closed_branch_adds_nothing_and_opens_again(layer: NativeSparseAttenti
 
 @torch.no_grad()
 def test_a_shuffled_choice_changes_rows_that_had_to_choose_alone(layer: NativeSparseAttention) -> None:
-    x, registry = torch.randn(2, 40, 16), registry_of(RandomChoice(torch.Generator().manual_seed(0)))
+    x, registries = torch.randn(2, 40, 16), {Mode.SHUFFLED: registry_of(RandomChoice(torch.Generator().manual_seed(0)))}
     before = layer(x)
-    with limited_to(Mode.SHUFFLED, [layer], registry):
+    with limited_to(Mode.SHUFFLED, [layer], registries):
         shuffled = layer(x)
     # four blocks of four tokens are all that the first 16 rows have
     assert torch.allclose(shuffled[:, :16], before[:, :16], atol=1e-5)

@@ -39,7 +39,7 @@ def test_a_run_is_evaluated_on_all_tasks(needle_run: Path, tmp_path: Path, capsy
     content = json.loads((out / "eval.json").read_text())
     assert printed["figures"] == content["figures"]
     assert {one["task"] for one in content["figures"]} == {*TaskName}
-    assert {one["mode"] for one in content["figures"]} == {"trained", "closed", "shuffled", None}
+    assert {one["mode"] for one in content["figures"]} == {"trained", "closed", "shuffled", "dense", None}
     assert {one["length"] for one in content["figures"] if one["task"] == "mqar"} == {64, 128}
     assert content["model"]["max_position"] == 128
     assert content["environment"]["torch"]
@@ -150,10 +150,10 @@ def test_without_the_extra_the_picture_alone_is_missing(
     [
         (
             ["--tasks", "recall"],
-            "--tasks='recall' is none of those that exist; use some of loss-by-position, passkey, mqar, copy, block-recall",
+            "--tasks='recall' is none of those that exist; use some of loss-by-position, loss-by-layer, passkey, mqar, copy, block-recall",
         ),
         (["--tasks", ""], "--tasks='' is none of those"),
-        (["--mode", "open"], "--mode='open' is none of those that exist; use some of trained, closed, shuffled"),
+        (["--mode", "open"], "--mode='open' is none of those that exist; use some of trained, closed, shuffled, dense"),
         (["--lengths", "64,x"], "--lengths='x' is no number of tokens"),
         (["--lengths", "0"], "--lengths='0' is no number of tokens"),
         (["--lengths", "-64"], "--lengths='-64' is no number of tokens"),
@@ -164,7 +164,12 @@ def test_without_the_extra_the_picture_alone_is_missing(
         (["--samples", "0"], "--samples=0 is not a whole number from 1"),
         (["--depths", "-1"], "--depths=-1 is not a whole number from 1"),
         (["--seed", "-1"], "--seed=-1 is not a whole number from 0"),
-        (["--tasks", "block-recall", "--mode", "closed"], "--tasks block-recall has no figures of --mode closed"),
+        (["--tasks", "block-recall", "--mode", "closed"], "--tasks block-recall has figures of --mode trained, shuffled only"),
+        (["--tasks", "block-recall", "--mode", "dense"], "--tasks block-recall has figures of --mode trained, shuffled only"),
+        (
+            ["--tasks", "loss-by-layer", "--mode", "trained"],
+            "--tasks loss-by-layer compares other modes with --mode trained; use --mode dense",
+        ),
         (["--text", "{nowhere}", "--tasks", "loss-by-position"], "cannot be read"),
         (["--text", "{here}", "--tasks", "loss-by-position"], "cannot be read"),
         (["--text", "{long}", "--tasks", "loss-by-position"], "has 129 tokens (the model has 128 positions"),
@@ -207,6 +212,25 @@ def test_a_damaged_checkpoint_ends_with_1(needle_run: Path, tmp_path: Path, caps
     assert run_command(["eval", str(copied), "--out", str(tmp_path / "out")]) == 1
     assert "safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_held_out_rows_of_a_changed_corpus_are_refused(
+    tmp_path: Path, tiny_recipe: Path, train: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_bytes(bytes(range(32, 127)) * 40)
+    code, run = train(f"data.path={corpus}", "train.steps=2", "train.samples=false")
+    assert code == 0
+    words = ["eval", str(run.root), "--out", str(tmp_path / "out"), "--tasks", "loss-by-position", "--mode", "trained"]
+    assert run_command(words) == 0
+    shutil.rmtree(tmp_path / "out")
+    corpus.write_bytes(bytes(range(33, 127)) * 40)
+    assert run_command(words) == 2
+    assert "was trained on other data (content was '" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # a text has no rows of the run
+    assert run_command([*words, "--text", str(corpus)]) == 2
+    assert "positions" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_is_refused_before_the_model_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,9 @@ from nsa_train.parallel.world import local_device
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 
+MODES = (Mode.TRAINED, Mode.CLOSED, Mode.SHUFFLED)
+"""The modes of the grid of an NSA model. A dense model is an arm of its own."""
+
 
 class Haystacks(NamedTuple):
     """Samples of one length."""
@@ -109,9 +112,9 @@ class Evaluation:
 
     def _cells(self, length: int) -> list[Cell]:
         grid, layers, device = self._plan.grid, self._model.sparse_layers, self._device
-        modes = tuple(Mode) if layers else (Mode.TRAINED,)
+        modes = MODES if layers else (Mode.TRAINED,)
         at_once = max(1, min(grid.samples, grid.batch_tokens // length))
-        registry = registry_of(RandomChoice(torch.Generator(device).manual_seed(grid.seed)))
+        registries = {Mode.SHUFFLED: registry_of(RandomChoice(torch.Generator(device).manual_seed(grid.seed)))}
         right, found = (torch.zeros(len(modes), grid.depths, dtype=torch.int64, device=device) for _ in range(2))
         positions: list[int] = []
         for first in range(0, grid.samples, at_once):
@@ -119,7 +122,7 @@ class Evaluation:
             questions, positions = Questions(self._model, stacks, grid.chunk, device), stacks.positions
             for depth in range(grid.depths):
                 for index, mode in enumerate(modes):
-                    with limited_to(mode, layers, registry):
+                    with limited_to(mode, layers, registries):
                         is_right, is_found = questions.ask(depth)
                     right[index, depth] += is_right.sum()
                     found[index, depth] += is_found.sum()

@@ -14,6 +14,9 @@ from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.evaluation.subject import Subject
 from nsa_train.model.choosing import PassNote, watch_inputs, watched
 
+RECALL_MODES = (Mode.TRAINED, Mode.SHUFFLED)
+"""The modes in which a query reads the blocks that were chosen for it."""
+
 
 def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]:
     """Yield the recall of each layer and KV head, by mode.
@@ -30,7 +33,7 @@ def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]
     sequences = next(filter(None, by_need), subject.documents)[: subject.options.samples]
     longest = max(map(len, sequences))
     choosing = {index for index, geometry in geometries.items() if has_to_choose(longest - 1, geometry)}
-    for mode in (mode for mode in subject.modes if mode is not Mode.CLOSED):
+    for mode in (mode for mode in subject.modes if mode in RECALL_MODES):
         sums: dict[int, Tensor] = {}
         for number, ids in enumerate(sequences):
             with subject.in_mode(mode, f"block-recall {number}"):

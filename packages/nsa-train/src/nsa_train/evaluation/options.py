@@ -27,12 +27,15 @@ class Mode(StrEnum):
     """The selected branch's gates are 0. Exception: with a softmax gate over cmp and slc alone, the first l - 1 rows keep slc, their only branch."""
     SHUFFLED = "shuffled"
     """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
+    DENSE = "dense"
+    """It reads every block."""
 
 
 class TaskName(StrEnum):
     """The tasks of an evaluation, in the order in which they run."""
 
     LOSS_BY_POSITION = "loss-by-position"
+    LOSS_BY_LAYER = "loss-by-layer"
     PASSKEY = "passkey"
     MQAR = "mqar"
     COPY = "copy"
@@ -58,6 +61,7 @@ class Figure(NamedTuple):
     last: int | None = None
     """The last position of a bucket, inclusive."""
     layer: int | None = None
+    """The layer; of loss-by-layer the only one in `mode`, and None if all are."""
     group: int | None = None
     """The KV head."""
 
@@ -71,13 +75,14 @@ class EvalOptions:
     modes: tuple[Mode, ...] = ()
     """The modes; empty: all that the model has."""
     texts: tuple[Path, ...] = ()
-    """Documents of loss-by-position and block-recall, one per file; empty: the held-out rows of the run."""
+    """Documents of loss-by-position, loss-by-layer and block-recall, one per file; empty: the held-out rows of the run."""
     lengths: tuple[int, ...] = ()
     """Tokens of a sequence of passkey, mqar and copy; empty: half of the model's positions, and all of them."""
     depths: int = 5
     """Depths of passkey, spread evenly over a sequence."""
     samples: int = 20
-    """Number of sequences of each cell; also the maximum number of held-out sequences of block-recall."""
+    """Number of sequences of each cell; also the maximum number of held-out sequences of block-recall. loss-by-layer takes whole batches until it has
+    as many."""
     symbols: int | None = None
     """Ids of each alphabet of passkey and mqar on plain ids. None: as in the run's training data; if these were not plain ids, 64, or a third
     of the tokenizer's ids if that is less."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from nsa_train.evaluation.options import Figure, TaskName
+from nsa_train.evaluation.options import Figure, Mode, TaskName
 from nsa_train.files import written_whole
 from nsa_train.host.environment import missing_report
 
@@ -46,12 +46,18 @@ def figure_object(figure: Figure) -> dict[str, Any]:
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
-    """Return a line for each task, mode, measure and length: the mean over depths, layers and KV heads, or over the tokens of all buckets."""
+    """Return a line for each task, mode, measure and length: the mean over depths, layers and KV heads, or over the tokens of all buckets.
+
+    loss-by-layer has a line for each layer.
+    """
     table = Table(title="evaluation")
     for title in ("task", "selected branch", "measure", "length", "mean", "least", "most"):
         table.add_column(title, justify="left" if title in ("task", "selected branch", "measure") else "right")
-    for task, mode, measure, length in dict.fromkeys((one.task, one.mode, one.measure, one.length) for one in figures):
-        own = [one for one in figures if (one.task, one.mode, one.measure, one.length) == (task, mode, measure, length)]
+    lines: dict[tuple[str, str | None, str, int | None], list[Figure]] = {}
+    for one in figures:
+        measure = one.measure if one.task != TaskName.LOSS_BY_LAYER or one.layer is None else f"{one.measure}, layer {one.layer} alone"
+        lines.setdefault((one.task, one.mode, measure, one.length), []).append(one)
+    for (task, mode, measure, length), own in lines.items():
         mean = sum(one.value * one.samples for one in own) / sum(one.samples for one in own)
         bounds = (min(one.value for one in own), max(one.value for one in own)) if len(own) > 1 else ()
         table.add_row(task, mode or "", measure, f"{length:,}" if length else "", *(f"{value:.3f}" for value in (mean, *bounds)))
@@ -100,6 +106,16 @@ def _draw_recall(axes: "Axes", figures: Sequence[Figure]) -> None:
     axes.legend()
 
 
+def _draw_layers(axes: "Axes", figures: Sequence[Figure]) -> None:
+    [trained] = (one for one in figures if one.mode == Mode.TRAINED)
+    axes.axhline(trained.value, color="gray", label=Mode.TRAINED)
+    for mode in dict.fromkeys(one.mode for one in figures if one is not trained):
+        own = [one for one in figures if one.mode == mode and one.layer is not None]
+        axes.plot([one.layer or 0 for one in own], [one.value for one in own], "o", label=mode)
+    axes.set(title="loss by layer", xlabel="the only layer in that mode", ylabel="nats per token")
+    axes.legend()
+
+
 def _draw_lines(
     axes: "Axes",
     figures: Sequence[Figure],
@@ -129,6 +145,7 @@ PANELS: dict[TaskName, Callable[["Axes", Sequence[Figure]], None]] = {
         ylabel="nats per token",
         xscale="log",
     ),
+    TaskName.LOSS_BY_LAYER: _draw_layers,
     TaskName.PASSKEY: _draw_passkey,
     TaskName.MQAR: partial(_draw_lines, title="mqar", xlabel="tokens", ylabel="share of pairs recalled", ylim=(0, 1.02)),
     TaskName.COPY: partial(_draw_lines, measure="loss", title="copy", xlabel="tokens", ylabel="nats per token"),

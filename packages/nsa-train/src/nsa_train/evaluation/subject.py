@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa_core import NativeSparseAttention
+from nsa_core import NativeSparseAttention, load_plugins
 from nsa_core.decoder import Decoder
 from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED, Batch, Row, collate
-from nsa_train.data.stream import open_validation
-from nsa_train.errors import ConfigError
-from nsa_train.evaluation.modes import RandomChoice, limited_to
+from nsa_train.data.stream import differences, open_validation
+from nsa_train.errors import ConfigError, DataError
+from nsa_train.evaluation.modes import EveryBlock, RandomChoice, limited_to
 from nsa_train.evaluation.options import EvalOptions, Mode, unreadable
 from nsa_train.explore.text import token_ids
 from nsa_train.files import MOST_RECORDS, read_regular
@@ -44,7 +45,10 @@ class Subject:
         self.opened, self.options, self.device = opened, options, device
         self.decoder: Decoder = opened.decoder.to(device)
         self._generator = torch.Generator(device)
-        self._registry = registry_of(RandomChoice(self._generator))
+        self._registries = {
+            Mode.SHUFFLED: registry_of(RandomChoice(self._generator)),
+            Mode.DENSE: registry_of(EveryBlock(load_plugins().registry())),
+        }
 
     @property
     def choosing_layers(self) -> dict[int, NativeSparseAttention]:
@@ -105,10 +109,11 @@ class Subject:
         ]
 
     @contextmanager
-    def in_mode(self, mode: Mode, name: str) -> Iterator[None]:
-        """Let the model compute in `mode` while the block runs; `name` seeds a shuffled choice."""
+    def in_mode(self, mode: Mode, name: str, *, layer: int | None = None) -> Iterator[None]:
+        """Let the model, or one `layer`, compute in `mode` while the block runs; `name` seeds a shuffled choice."""
+        layers = self.choosing_layers
         self._generator.manual_seed(int(self.random(f"choice {name}").integers(2**31)))
-        with limited_to(mode, [*self.choosing_layers.values()], self._registry):
+        with limited_to(mode, [*layers.values()] if layer is None else [layers[layer]], self._registries):
             yield
 
     def logits(self, ids: Tensor, caches: Sequence[Any] | None = None, *, last: int) -> Tensor:
@@ -127,12 +132,18 @@ class Subject:
 
         Raises:
             ConfigError: for a text that cannot be read, is too short for a loss, or is longer than the model's positions.
-            DataError: if the run's data cannot be read.
+            DataError: if the run's data cannot be read, or are not those of the run any more: rows of training could be among the held-out ones.
         """
         if self.options.texts:
             return [self._batch_of(path) for path in self.options.texts]
         assert self.opened.config is not None
-        return open_validation(self.opened.config)
+        dataset, before = open_dataset(self.opened.config), self.opened.fingerprint
+        if before and (changed := differences(before, dataset.fingerprint)):
+            raise DataError(
+                f"data: {str(self.opened.path)!r} was trained on other data ({'; '.join(changed)}), so held-out rows may be rows of its training; "
+                "give the files as they were, or a text with --text FILE"
+            )
+        return open_validation(self.opened.config, dataset=dataset)
 
     def _batch_of(self, path: Path) -> Batch:
         try:

@@ -1,6 +1,6 @@
 """`nsa-train eval`: the table of tasks, the checks of their options, and an evaluation, from its paths to its files."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from rich.console import Console
 
 from nsa_core.environment import describe_environment
 from nsa_train.checkpoint.models import OpenedModel, open_model, require_twin
+from nsa_train.data.packing import Batch
 from nsa_train.data.tokenizer import reads_alike
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.blocks import block_recall
+from nsa_train.evaluation.blocks import RECALL_MODES, block_recall
 from nsa_train.evaluation.options import MOST_LENGTH, EvalOptions, Figure, Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
 from nsa_train.evaluation.recall import copy, least_copy, least_mqar, least_passkey, mqar, passkey
@@ -49,6 +50,26 @@ def position_figures(subject: Subject) -> Figures:
                 yield Figure(TaskName.LOSS_BY_POSITION, mode, measure, value, one.targets, first=one.first, last=one.last)
 
 
+def layer_figures(subject: Subject) -> Figures:
+    """Yield the loss of the model, and by mode that of the model with all layers, and with each layer alone, in that mode."""
+    batches = [*_first(subject.held_out, subject.options.samples)]
+    for mode in (Mode.TRAINED, *(mode for mode in subject.modes if mode is not Mode.TRAINED)):
+        for layer in (None,) if mode is Mode.TRAINED else (None, *subject.choosing_layers):
+            with subject.in_mode(mode, "loss-by-layer", layer=layer):
+                buckets = loss_by_position(subject.batch_logits, batches, longest=subject.opened.max_position, device=subject.device)
+            targets = sum(one.targets for one in buckets)
+            loss = sum(one.loss * one.targets for one in buckets) / targets
+            yield Figure(TaskName.LOSS_BY_LAYER, mode, "loss", loss, targets, layer=layer)
+
+
+def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """Yield the first batches that together have `count` sequences; all, if they have fewer."""
+    for batch in batches:
+        if count > 0:
+            yield batch
+        count -= len(batch.cu_seqlens) - 1
+
+
 def _without_text(subject: Subject) -> list[str]:
     if subject.options.texts or subject.opened.config is not None:
         return []
@@ -56,13 +77,25 @@ def _without_text(subject: Subject) -> list[str]:
 
 
 def _without_choice(subject: Subject) -> list[str]:
-    found = _without_text(subject)
-    if not subject.choosing_layers:
-        found.append(
-            "needs a layer that chooses blocks (all layers of the model are dense, or have no selected branch); name a model with one"
-        )
-    elif set(subject.modes) == {Mode.CLOSED}:
-        found.append("has no figures of --mode closed (a closed branch reads no block); use --mode trained")
+    if subject.choosing_layers:
+        return _without_text(subject)
+    return [
+        *_without_text(subject),
+        "needs a layer that chooses blocks (all layers of the model are dense, or have no selected branch); name a model with one",
+    ]
+
+
+def _without_recall(subject: Subject) -> list[str]:
+    found = _without_choice(subject)
+    if not found and not {*subject.modes} & {*RECALL_MODES}:
+        found.append(f"has figures of --mode {listed(RECALL_MODES)} only (in the other modes no block is chosen); use --mode trained")
+    return found
+
+
+def _without_mode(subject: Subject) -> list[str]:
+    found = _without_choice(subject)
+    if not found and {*subject.modes} == {Mode.TRAINED}:
+        found.append("compares other modes with --mode trained; use --mode dense as well")
     return found
 
 
@@ -93,10 +126,11 @@ def _broken_mqar(subject: Subject) -> list[str]:
 
 TASKS: dict[TaskName, Task] = {
     TaskName.LOSS_BY_POSITION: Task(figures=lambda subject, twin: position_figures(subject), problems=_without_text, reads_documents=True),
+    TaskName.LOSS_BY_LAYER: Task(figures=lambda subject, twin: layer_figures(subject), problems=_without_mode, reads_documents=True),
     TaskName.PASSKEY: Task(figures=lambda subject, twin: passkey(subject), problems=_too_short(least_passkey)),
     TaskName.MQAR: Task(figures=lambda subject, twin: mqar(subject), problems=_broken_mqar),
     TaskName.COPY: Task(figures=lambda subject, twin: copy(subject), problems=_too_short(least_copy)),
-    TaskName.BLOCK_RECALL: Task(figures=block_recall, problems=_without_choice, reads_documents=True),
+    TaskName.BLOCK_RECALL: Task(figures=block_recall, problems=_without_recall, reads_documents=True),
 }
 """Every task by its name, in the order in which they run."""
 
