@@ -96,9 +96,10 @@ def _trained(folder: Path, stages: Sequence[Stage], *more: str) -> Path:
 
 
 def _figures(run: Path, task: str, samples: int) -> list[dict[str, Any]]:
-    """Return the figures of one task in all modes at `LENGTHS`."""
+    """Return the figures of one task at `LENGTHS`, as trained and with the selected branch closed or shuffled."""
     out = run.parent / f"eval-{task}"
-    words = ["--tasks", task, "--lengths", ",".join(map(str, LENGTHS)), "--samples", str(samples), "--depths", "5"]
+    modes = [word for mode in ("trained", "closed", "shuffled") for word in ("--mode", mode)]
+    words = [*modes, "--tasks", task, "--lengths", ",".join(map(str, LENGTHS)), "--samples", str(samples), "--depths", "5"]
     assert run_command(["eval", str(run), "--out", str(out), *words]) == 0
     return [one for one in json.loads((out / "eval.json").read_text())["figures"] if one["mode"] is not None]
 

@@ -67,7 +67,7 @@ def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registries: 
         for layer in layers:
             if mode is Mode.CLOSED:
                 stack.callback(layer.gate.register_forward_hook(close_selected).remove)
-            elif mode in registries:
+            elif mode is not Mode.TRAINED:
                 stack.callback(setattr, layer, "registry", layer.registry)
                 layer.registry = registries[mode]
         yield

@@ -88,7 +88,7 @@ def _without_choice(subject: Subject) -> list[str]:
 def _without_recall(subject: Subject) -> list[str]:
     found = _without_choice(subject)
     if not found and not {*subject.modes} & {*RECALL_MODES}:
-        found.append(f"has figures of --mode {listed(RECALL_MODES)} only (in the other modes the choice changes nothing); use --mode trained")
+        found.append(f"has figures of --mode {listed(RECALL_MODES)} only (other modes ignore the choice); use --mode trained")
     return found
 
 
