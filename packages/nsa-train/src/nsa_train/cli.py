@@ -376,7 +376,7 @@ def evaluate(
     tasks: Annotated[str | None, Parameter(help=f"Separated by commas: {listed(TaskName)}. By default all that the model can do.")] = None,
     text: Annotated[
         list[Path] | None,
-        Parameter(help="A document for loss-by-position and block-recall, instead of the run's held-out rows. Repeatable."),
+        Parameter(help="A document for loss-by-position, loss-by-layer and block-recall, instead of the run's held-out rows. Repeatable."),
     ] = None,
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")

@@ -1,6 +1,5 @@
 """loss-by-layer: a layer that reads every block computes dense attention, alone and over a cache, and each layer is measured alone."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from nsa_train.evaluation.options import Figure, Mode
-from nsa_train.evaluation.report import figures_table
+from nsa_train.evaluation.report import tables
 from nsa_train.evaluation.subject import Subject
 from nsa_train.evaluation.tasks import layer_figures
 from nsa_train.model.decoder import build_model
@@ -84,11 +83,17 @@ def test_samples_bound_the_sequences(random_subject) -> None:
     assert 0 < counts[0] < counts[1]
 
 
-def test_the_table_names_each_layer() -> None:
-    figures = [
-        Figure("loss-by-layer", mode, "loss", 1.0, 5, layer=layer) for mode, layer in (("trained", None), ("dense", None), ("dense", 1))
+def test_the_table_has_the_change_of_each_layer() -> None:
+    losses = {("trained", None): 1.0, ("closed", None): 3.0, ("closed", 1): 1.5, ("dense", None): 0.75, ("dense", 1): 0.875}
+    figures = [Figure("loss-by-layer", mode, "loss", value, 5, layer=layer) for (mode, layer), value in losses.items()]
+    other = Figure("mqar", "trained", "right", 0.5, 4)
+    by_layer, others = tables([*figures, other])
+    assert [column.header for column in by_layer.columns] == ["layer", "nats per token", "closed", "dense"]
+    assert [[*column.cells] for column in by_layer.columns] == [
+        ["all", "1"],
+        ["1.0000", ""],
+        ["+2.0000", "+0.5000"],
+        ["-0.2500", "-0.1250"],
     ]
-    table = figures_table(figures)
-    assert [*table.columns[1].cells] == ["trained", "dense", "dense"]
-    assert [*table.columns[2].cells] == ["loss", "loss", "loss, layer 1 alone"]
-    assert math.isclose(float([*table.columns[4].cells][2]), 1.0)
+    assert [[*column.cells] for column in others.columns][:3] == [["mqar"], ["trained"], ["right"]]
+    assert [len(table.columns) for table in tables([other])] == [len(others.columns)]

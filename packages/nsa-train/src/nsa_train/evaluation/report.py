@@ -1,9 +1,9 @@
-"""Write eval.json, eval.csv, eval.png and the table of an evaluation. Imports no torch."""
+"""Write eval.json, eval.csv, eval.png and the tables of an evaluation. Imports no torch."""
 
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,18 +45,37 @@ def figure_object(figure: Figure) -> dict[str, Any]:
     return figure._asdict() | {"value": figure.value if math.isfinite(figure.value) else None}
 
 
-def figures_table(figures: Sequence[Figure]) -> Table:
-    """Return a line for each task, mode, measure and length: the mean over depths, layers and KV heads, or over the tokens of all buckets.
+def tables(figures: Sequence[Figure]) -> Iterator[Table]:
+    """Yield the tables to print: the figures of loss-by-layer, then those of the other tasks."""
+    by_layer = [one for one in figures if one.task == TaskName.LOSS_BY_LAYER]
+    if by_layer:
+        yield layers_table(by_layer)
+    if others := [one for one in figures if one.task != TaskName.LOSS_BY_LAYER]:
+        yield figures_table(others)
 
-    loss-by-layer has a line for each layer.
-    """
+
+def layers_table(figures: Sequence[Figure]) -> Table:
+    """Return a line for all layers, with the loss of the model, then one for each: the change of the loss when it alone is in a mode."""
+    loss = {(one.mode, one.layer): one.value for one in figures}
+    trained = loss[Mode.TRAINED, None]
+    modes = dict.fromkeys(str(one.mode) for one in figures if one.mode != Mode.TRAINED)
+    table = Table(title="loss-by-layer")
+    for title in ("layer", "nats per token", *modes):
+        table.add_column(title, justify="right")
+    for layer in dict.fromkeys(one.layer for one in figures):
+        changes = (f"{loss[mode, layer] - trained:+.4f}" for mode in modes)
+        table.add_row(*(("all", f"{trained:.4f}") if layer is None else (str(layer), "")), *changes)
+    return table
+
+
+def figures_table(figures: Sequence[Figure]) -> Table:
+    """Return a line for each task, mode, measure and length: the mean over depths, layers and KV heads, or over the tokens of all buckets."""
     table = Table(title="evaluation")
     for title in ("task", "selected branch", "measure", "length", "mean", "least", "most"):
         table.add_column(title, justify="left" if title in ("task", "selected branch", "measure") else "right")
     lines: dict[tuple[str, str | None, str, int | None], list[Figure]] = {}
     for one in figures:
-        measure = one.measure if one.task != TaskName.LOSS_BY_LAYER or one.layer is None else f"{one.measure}, layer {one.layer} alone"
-        lines.setdefault((one.task, one.mode, measure, one.length), []).append(one)
+        lines.setdefault((one.task, one.mode, one.measure, one.length), []).append(one)
     for (task, mode, measure, length), own in lines.items():
         mean = sum(one.value * one.samples for one in own) / sum(one.samples for one in own)
         bounds = (min(one.value for one in own), max(one.value for one in own)) if len(own) > 1 else ()

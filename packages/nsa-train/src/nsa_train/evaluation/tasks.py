@@ -17,7 +17,7 @@ from nsa_train.evaluation.blocks import RECALL_MODES, block_recall
 from nsa_train.evaluation.options import MOST_LENGTH, EvalOptions, Figure, Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
 from nsa_train.evaluation.recall import copy, least_copy, least_mqar, least_passkey, mqar, passkey
-from nsa_train.evaluation.report import figure_object, figures_table, write_files
+from nsa_train.evaluation.report import figure_object, tables, write_files
 from nsa_train.evaluation.subject import Subject
 from nsa_train.host.environment import PACKAGES
 from nsa_train.model.stream import torch_device
@@ -204,7 +204,7 @@ def evaluate(subject: Subject, tasks: Sequence[TaskName], twin: OpenedModel | No
 def run_evaluation(
     path: Path, twin: Path | None, options: EvalOptions, *, device: str, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Evaluate the model at `path`, write the files below `out`, print the table, and return what `eval --json` prints.
+    """Evaluate the model at `path`, write the files below `out`, print the tables, and return what `eval --json` prints.
 
     Raises:
         ConfigError: for options that do not fit the model; nothing is written then.
@@ -228,7 +228,8 @@ def run_evaluation(
     }
     written = write_files(out, content, figures, say)
     screen = Console(width=TABLE_WIDTH)
-    screen.print(figures_table(figures))
+    for table in tables(figures):
+        screen.print(table)
     for file in written:
         screen.print(str(file), markup=False, highlight=False, soft_wrap=True)
     return {**content, "files": [str(file) for file in written], "figures": [figure_object(figure) for figure in figures]}
