@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -12,18 +13,22 @@ from nsa_bench.choices import (
     RUNS,
     Choice,
     LayerFigures,
+    choosing_layers,
     first_tile_excess,
     free_distances,
+    held_out,
     mean_figures,
     mean_union,
     median_bucket,
     noted_choices,
 )
 from nsa_bench.cli import run_command
+from nsa_bench.errors import BenchError
 from nsa_bench.recorded import read_recording
 from nsa_core import BlockGeometry
 from nsa_core.blocks import num_visible_blocks
 from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.settings.data_table import DataTable
 
 RECIPE = """
 [model]
@@ -124,6 +129,19 @@ def test_noted_choices_are_those_that_the_layers_make(run: Path) -> None:
         model(ids.unsqueeze(0))
     for index, observer in enumerate(observers):
         assert torch.equal(found[index].block_indices, observer.kept[0])
+
+
+def test_the_padding_of_a_row_is_no_sequence(run: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "short.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{number:03} is a number, and so on"}) + "\n" for number in range(100)))
+    config = open_checkpoint(run).config
+    data = DataTable(source="jsonl", path=str(documents))
+    config = attrs.evolve(config, data=data, train=attrs.evolve(config.train, seq_len=256))
+    layers = choosing_layers(load_model(open_checkpoint(run)))
+    with pytest.raises(BenchError, match="no held-out sequence has"):
+        held_out(config, 3, layers)
+    documents.write_text("".join(json.dumps({"text": "a number of numbers " * 5 + str(number)}) + "\n" for number in range(100)))
+    assert all(len({*ids.tolist()}) > 5 for ids in held_out(config, 100, layers))
 
 
 def test_the_figures_of_a_run_are_shown_written_and_recorded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,15 @@ def test_a_step_alone_is_timed_by_default() -> None:
     assert decode.parse_parts(DecodeOptions().parts) == ("total", "append", "attend")
 
 
+def test_a_step_of_ours_that_cannot_be_timed_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise RuntimeError("the stream is being captured")
+
+    monkeypatch.setattr(DecodeStep, "parts", lambda self: {"total": broken})
+    assert run_command(["decode", *WORDS, "--context", "100"]) == 1
+    assert "100 tokens, batch 2: total: RuntimeError: the stream is being captured" in capsys.readouterr().err
+
+
 def test_the_table_shows_what_dense_attention_takes_over_what_a_step_takes() -> None:
     case = case_of(context="100", batch="1")
     times = {"total": 9.0, "graph total": 0.05}

@@ -26,6 +26,7 @@ from nsa_core import (
 )
 from nsa_core.reference.rows import num_visible_blocks
 from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.data.packing import IGNORED
 from nsa_train.data.stream import open_validation
 from nsa_train.host.routing import DTYPES
 from nsa_train.model.choosing import Choice, NotedChoice, registry_of
@@ -119,7 +120,12 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
     found: list[Tensor] = []
     for batch in open_validation(config):
         bounds = batch.cu_seqlens.tolist()
-        found += [batch.input_ids[0, first:stop] for first, stop in zip(bounds[:-1], bounds[1:], strict=True) if stop - first >= needed]
+        found += [
+            batch.input_ids[0, first:stop]
+            for first, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            # a sequence without labels is the padding of a row
+            if stop - first >= needed and (batch.labels[0, first:stop] != IGNORED).any()
+        ]
     if not found:
         raise BenchError(
             f"no held-out sequence has {needed} tokens (a union counts {max(RUNS)} queries that had to choose); train with longer train.seq_len"

@@ -171,10 +171,12 @@ def measure_case(case: DecodeCase, device: torch.device, options: DecodeOptions)
         result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
             dense, dense_failed = _dense_kernels(step) if options.baseline else ({}, [])
-            times, notes = _times({name: call for name, call in step.parts().items() if name in parts}, device)
+            times, failed = _times({name: call for name, call in step.parts().items() if name in parts}, device)
             dense_times, dense_notes = _times(dense, device)
             del dense
-            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_failed, *dense_notes))
+            result = attrs.evolve(
+                result, times=times, failure="; ".join(failed) or None, dense=dense_times, notes=(*dense_failed, *dense_notes)
+            )
             result = measure_peers(step, result) if options.peers and case.kv_dtype is None else result
             result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
@@ -223,7 +225,7 @@ def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tupl
             found[name] = time_call(call, device, max_count=HOST_COUNT if is_gpu else None).median_ms
             if is_gpu:
                 found[f"graph {name}"] = time_call(replay_of(call, device), device).median_ms
-        except Exception as error:  # noqa: BLE001 - an absent dense kernel may raise anything
+        except Exception as error:  # noqa: BLE001 - a dense kernel, or one of a plug-in, may raise anything
             notes.append(f"{name}: {describe_failure(error)}")
     return found, notes
 

@@ -38,6 +38,17 @@ def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> N
     assert backends == {"dense": {}, "nsa": {"cmp": "sdpa"}, "last": {}}
 
 
+def test_backends_of_set_arm_and_option_are_joined(plan_file: Path) -> None:
+    text = plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\nnsa.backends.slc = "a"\n[arms.last]\n"nsa.backends.win" = "b"')
+    plan_file.write_text(text + '\n[set.nsa.backends]\nwin = "c"\n')
+    backends = {trial.variant.arm: trial.config.nsa.backends for trial in load_plan(str(plan_file), ["nsa.backends.cmp=d"]).trials}
+    common = {"win": "c", "cmp": "d"}
+    assert backends == {"dense": common, "nsa": common | {"slc": "a"}, "last": common | {"win": "b"}}
+    for override in ("nsa.backends.slc=d", "nsa.backends={slc='d'}"):
+        with pytest.raises(OptionError, match=r"--set nsa\.backends\.slc='d' is not read \(section arms\.nsa "):
+            load_plan(str(plan_file), [override])
+
+
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "a-{seed}"'), ("train.lr = [1e-3, 1e-2]", 'train.init_from = ["a-{seed}"]')],

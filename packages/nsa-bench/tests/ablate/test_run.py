@@ -89,6 +89,13 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert [trial["ran_on"]["gpu"] for trial in merged["trials"]] == ["Other GPU"] * 2
     assert merged["environment"]["gpu"] == content["environment"]["gpu"]
     assert not list((out / "elsewhere/runs").iterdir())
+    # a trial that continued on another machine names no GPU
+    environment = out / "out/runs/nsa_lr=0.01_seed=3/env.json"
+    first = json.loads(environment.read_text())
+    environment.write_text(json.dumps(first | {"resumed": [{**first, "step": 1, "gpu": "Other GPU", "time": "2100-01-01"}]}))
+    assert run_command(words) == 0
+    resumed = json.loads((out / "a.json").read_text())["trials"][1]["ran_on"]
+    assert (resumed["gpu"], resumed["time"], resumed["torch"]) == ("several", "2100-01-01", first["torch"])
     # finished trials are not run again
     began = time.monotonic()
     assert run_command(words) == 0
@@ -374,6 +381,18 @@ def test_earlier_figures_that_the_table_cannot_use_are_refused_before_anything_i
     file.write_text(json.dumps({"plan": "plan", "environment": {}, "trials": [FIGURES | {name: value}]}))
     with pytest.raises(OptionError, match="lacks figures of 'nsa, lr=0.01' .*; run the trial again"):
         read_earlier(plan, file)
+
+
+def test_an_earlier_trial_that_stopped_early_counts_if_its_settings_are_the_plans(plan_file: Path) -> None:
+    plan, file = load_plan(str(plan_file)), plan_file.parent / "earlier.json"
+    [trial] = [trial for trial in plan.trials if (str(trial.variant), trial.seed) == (FIGURES["variant"], FIGURES["seed"])]
+    stopped = FIGURES | {"steps": 1, "settings": trial.settings}
+    file.write_text(json.dumps({"plan": "plan", "environment": {}, "trials": [stopped]}))
+    assert [result.steps for result in read_earlier(plan, file)] == [1]
+    for wrong in ({"settings": None}, {"settings": trial.settings | {"train.steps": 1}}):
+        file.write_text(json.dumps({"plan": "plan", "environment": {}, "trials": [stopped | wrong]}))
+        with pytest.raises(OptionError, match="has no such trial|with other settings"):
+            read_earlier(plan, file)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"by_position": 3}', '{"by_position": []}'])

@@ -47,6 +47,15 @@ def test_a_mean_has_the_standard_error_of_its_seeds() -> None:
     assert mean == (3.0, pytest.approx(math.sqrt(7 / 3)), 3)
 
 
+def test_an_arm_named_none_has_its_differences(capsys: pytest.CaptureFixture[str]) -> None:
+    none, nsa = Variant("None"), Variant("nsa")
+    table = ablation_table(plan_of(none, nsa, baseline="None"), [result_of(none, 0, 2.0), result_of(nsa, 0, 2.5)])
+    [column] = [column for column in table.columns if column.header == "against None"]
+    assert str([*column.cells][1]) == "+0.5000"
+    without = ablation_table(plan_of(none, nsa, baseline=None), [result_of(none, 0, 2.0)])
+    assert len(without.columns) == len(table.columns) - 1
+
+
 def test_differences_are_taken_seed_by_seed_at_the_same_point() -> None:
     dense, other, nsa = Variant("dense", (("train.lr", 1),)), Variant("dense", (("train.lr", 2),)), Variant("nsa", (("train.lr", 1),))
     results = [result_of(dense, 0, 2.0), result_of(dense, 1, 4.0), result_of(nsa, 0, 2.5), result_of(nsa, 1, 4.7), result_of(nsa, 2, 9.0)]

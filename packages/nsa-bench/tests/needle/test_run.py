@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from nsa_bench.ablate import run as running
-from nsa_bench.ablate.run import TrialFolder
+from nsa_bench.ablate.run import TrialFolder, prepare
 from nsa_bench.cli import run_command
-from nsa_bench.errors import BenchError
+from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.needle import evaluate
 from nsa_bench.needle.plan import load_plan
 from nsa_bench.needle.run import minutes_until, read_cells, train_and_evaluate
@@ -124,6 +125,28 @@ def test_an_arm_may_be_trained_alone(plan_file: Path, monkeypatch: pytest.Monkey
     said = capsys.readouterr().err
     assert "FAILED dense_stage=1" in said
     assert "nsa_stage" not in said
+
+
+def test_a_directory_may_move_and_an_arm_of_another_recipe_is_left_out(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepared(out: Path, *overrides: str) -> list[TrialFolder]:
+        return [folder for arm in load_plan(str(plan_file), out, overrides)[0].arms for folder in prepare(arm.stages, out)]
+
+    first, second = plan_file.parent / "first", plan_file.parent / "second"
+    for folder in prepared(first, "train.lr=2e-3"):
+        folder.run.root.mkdir(parents=True)
+    first.rename(second)
+    prepared(second, "train.lr=2e-3")
+    with pytest.raises(OptionError, match="holds the run 'nsa_stage=1_seed=0' of another recipe"):
+        prepared(second)
+    for folder in prepared(first)[:2]:
+        shutil.rmtree(second / "runs" / folder.run.root.name)
+    monkeypatch.setattr(running, "command_of", lambda folder: [sys.executable, "-c", "import sys; sys.exit('it cannot be')"])
+    words = ["needle", str(plan_file), "--out", str(second), "--arm", "nsa", "--json", str(plan_file.parent / "a.json")]
+    assert run_command(words) == 1
+    assert "dense is left out: its runs in" in capsys.readouterr().err
+    assert [arm["arm"] for arm in json.loads((plan_file.parent / "a.json").read_text())["arms"]] == ["nsa"]
 
 
 def test_a_deadline_is_over_when_its_minutes_are() -> None:

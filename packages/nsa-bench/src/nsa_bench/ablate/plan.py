@@ -15,6 +15,7 @@ model.attention = "dense"
 train.lr = [1e-3, 3e-3]
 """
 
+import copy
 import json
 import math
 import re
@@ -127,13 +128,13 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
             apply_override(common, override)
     except ConfigError as error:
         raise OptionError(str(error)) from None
-    if SEED in _keys(common):
+    if SEED in flat_keys(common):
         raise OptionError(
-            f"--set {SEED}={_keys(common)[SEED]!r} is not read (each trial has one of the plan's seeds); change seeds in {path.name}"
+            f"--set {SEED}={flat_keys(common)[SEED]!r} is not read (each trial has one of the plan's seeds); change seeds in {path.name}"
         )
-    if problems := list(_unread(content, _keys(common), path.name)):
+    if problems := list(_unread(content, flat_keys(common), path.name)):
         raise OptionError.of(problems)
-    trials = tuple(_trials(content, base, _keys(common), path.name))
+    trials = tuple(_trials(content, base, flat_keys(common), path.name))
     if problems := list(broken_names([trial.name for trial in trials])):
         raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
     return Plan(name=path.stem, baseline=content.get("baseline"), trials=trials)
@@ -176,7 +177,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     tables = {name: content.get(name, {}) for name in ("set", "grid")}
     yield from (f"{name}={table!r} is not a table; use a section [{name}]" for name, table in tables.items() if not isinstance(table, dict))
     if isinstance(tables["grid"], dict):
-        for key, values in _keys(tables["grid"]).items():
+        for key, values in flat_keys(tables["grid"]).items():
             if not (isinstance(values, list) and values):
                 advice = "name one value or more, or drop the key" if values == [] else f"use [{values!r}]"
                 yield f"grid.{key}={values!r} is not a list of values; {advice}"
@@ -190,15 +191,15 @@ def _replaced_by_the_grid(content: Mapping[str, Any]) -> Iterator[str]:
     tables = {"set": content.get("set"), **({f"arms.{name}": keys for name, keys in arms.items()} if isinstance(arms, dict) else {})}
     for name, table in tables.items():
         if isinstance(table, dict) and isinstance(grid, dict):
-            for key in sorted(_keys(table).keys() & _keys(grid).keys()):
-                yield f"{name}.{key}={_keys(table)[key]!r} is not read (grid.{key} sets it in every trial); drop one of the two"
+            for key, other in overlapping(flat_keys(table), flat_keys(grid)):
+                yield f"{name}.{key}={flat_keys(table)[key]!r} is not read (grid.{other} sets it in every trial); drop one of the two"
 
 
 def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[str]:
     """Yield each override of a key that the grid or an arm sets."""
     sections = {"grid": content.get("grid", {}), **{f"arms.{name}": keys for name, keys in content["arms"].items()}}
     for section, table in sections.items():
-        for key in overrides.keys() & _keys(table).keys():
+        for key, _ in overlapping(overrides, flat_keys(table)):
             yield f"--set {key}={overrides[key]!r} is not read (section {section} of {source} sets it); change it there"
 
 
@@ -208,23 +209,32 @@ def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
     tables = {name: content.get(name) for name in ("set", "grid")}
     tables |= {f"arms.{name}": keys for name, keys in arms.items()} if isinstance(arms, dict) else {}
     for name, table in tables.items():
-        if isinstance(table, dict) and SEED in (keys := _keys(table)):
+        if isinstance(table, dict) and SEED in (keys := flat_keys(table)):
             yield f"{name}.{SEED}={keys[SEED]!r} is not read (each trial has one of the plan's seeds); use seeds = [0, 1, 2]"
 
 
-def _keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table.key` -> value of `tables`, whether they were written as sections or as dotted keys in quotes."""
+def flat_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `table.key` -> value of `tables`, whether they were written as sections or as dotted keys in quotes.
+
+    A table below a key, such as `nsa.backends`, gives `table.key.name` -> value, so that of two tables neither hides the other's names.
+    """
     found: dict[str, Any] = {}
     for name, value in tables.items():
-        if name in TABLES and isinstance(value, dict):
-            found |= {f"{name}.{key}": item for key, item in value.items()}
+        if isinstance(value, dict) and (name in TABLES or (value and name.count(".") == 1)):
+            found |= flat_keys({f"{name}.{key}": item for key, item in value.items()})
         else:
             found[name] = value
     return found
 
 
+def overlapping(keys: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the pairs of which one key equals or holds the other, as `nsa.backends` holds `nsa.backends.win`."""
+    pairs = product(sorted(keys), others)
+    return [(key, other) for key, other in pairs if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")]
+
+
 def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[Trial]:
-    common, grid = {**_keys(content.get("set", {})), **overrides}, _keys(content.get("grid", {}))
+    common, grid = {**flat_keys(content.get("set", {})), **overrides}, flat_keys(content.get("grid", {}))
     seeds = content.get("seeds", [0])
     # counted before the points are made, which may be more than memory holds
     if (count := len(seeds) * len(content["arms"]) * math.prod(map(len, grid.values()))) > MOST_TRIALS:
@@ -240,7 +250,7 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     for seed in seeds:
         for point in points:
             for arm, keys in content["arms"].items():
-                settings = _with_seed({**common, **_keys(keys), **dict(point), SEED: seed}, seed)
+                settings = _with_seed({**common, **flat_keys(keys), **dict(point), SEED: seed}, seed)
                 variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
 
@@ -260,14 +270,17 @@ def _plain(value: Any) -> int | float | str:
 
 
 def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RunConfig:
-    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in base.items()}
+    tables = copy.deepcopy(dict(base))
     problems = []
     for name, value in settings.items():
-        table, dot, key = name.partition(".")
-        if not dot or not isinstance(tables.setdefault(table, {}), dict):
+        *path, key = name.split(".")
+        table: Any = tables
+        for part in path:
+            table = table.setdefault(part, {}) if isinstance(table, dict) else None
+        if not path or not isinstance(table, dict):
             problems.append(f"{name} is not of the form table.key; use train.steps")
             continue
-        tables[table][key] = value
+        table[key] = value
     if problems:
         raise OptionError.of([f"{where}: {problem}" for problem in problems])
     try:

@@ -68,7 +68,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
         f"--out={str(root)!r} holds the run {folder.trial.name!r} of another recipe (a trial goes on as it began); name another directory"
         + ("" if folder.judged.is_file() else f", or delete {folder.run.root} to begin it again")
         for folder in folders
-        if folder.recipe.is_file() and folder.run.root.exists() and not _is_recipe_of(folder)
+        if is_of_another_recipe(folder)
     ]
     if others:
         raise OptionError.of(others)
@@ -117,12 +117,20 @@ def _failed(folder: TrialFolder, *, opens_data: bool) -> list[str]:
         return str(error).splitlines()
 
 
-def _is_recipe_of(folder: TrialFolder) -> bool:
-    """Return True if the recipe that was written is the trial's, whatever its spelling."""
-    try:
-        return tomllib.loads(folder.recipe.read_text(encoding="utf-8")) == tomllib.loads(to_toml(folder.trial.config))
-    except ValueError:
+def is_of_another_recipe(folder: TrialFolder) -> bool:
+    """Return True if the run of the trial was begun with another recipe than the trial's, whatever its spelling."""
+    if not (folder.recipe.is_file() and folder.run.root.exists()):
         return False
+    try:
+        written = tomllib.loads(folder.recipe.read_text(encoding="utf-8"))
+    except ValueError:
+        return True
+    planned = tomllib.loads(to_toml(folder.trial.config))
+    # a stage begins with the run beside its own, also after the directory of both has moved
+    start, begun = (Path(recipe.get("train", {}).get("init_from", "")) for recipe in (planned, written))
+    if start.parent == folder.run.root.absolute().parent and begun.name == start.name:
+        written["train"]["init_from"] = planned["train"]["init_from"]
+    return written != planned
 
 
 def run_trials(

@@ -102,7 +102,7 @@ class TrialResult:
     by_position: list[dict[str, Any]]
     """The fields of `nsa_train.evaluation.positions.Bucket`."""
     ran_on: dict[str, Any]
-    """Time, machine, versions and commit of its start, as in `facts_of`: another machine may write the file."""
+    """Time, machine, versions and commit of its starts, as in `common_facts`: another machine may write the file."""
     settings: dict[str, Any] | None = None
     """`Trial.settings`; None if an older version wrote the file."""
 
@@ -159,7 +159,9 @@ def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
     results = []
     for (variant, seed), figures in found.items():
         trial = trials.get((variant, seed))
-        if name != plan.name or trial is None or figures.get("steps") != trial.config.train.steps:
+        # early stopping ends a trial before train.steps, which the settings have
+        is_other_length = figures.get("settings") is None and trial is not None and figures.get("steps") != trial.config.train.steps
+        if name != plan.name or trial is None or is_other_length:
             raise OptionError(
                 f"--earlier={str(path)!r} has the trial {variant!r}, seed {seed}, {figures.get('steps')} steps of plan {name!r} "
                 f"(plan {plan.name!r} has no such trial); name a file of this plan"
@@ -233,6 +235,7 @@ def _figures(folder: TrialFolder, commit: str | None) -> dict[str, Any]:
     losses = [loss for _, loss in curve]
     by_position = load_json(folder.judged)["by_position"]
     targets = sum(bucket["targets"] for bucket in by_position)
+    starts = [environment, *(environment.get("resumed") or [])]
     return {
         "variant": folder.trial.variant,
         "seed": folder.trial.seed,
@@ -244,7 +247,7 @@ def _figures(folder: TrialFolder, commit: str | None) -> dict[str, Any]:
         "toks_per_s": statistics.median(row["toks_per_s"] for row in read_rows(folder.run.training)),
         "curve": curve,
         "by_position": by_position,
-        "ran_on": facts_of(environment | {"commit": environment.get("commit") or commit}),
+        "ran_on": common_facts(facts_of(start | {"commit": start.get("commit") or commit}) for start in starts),
     }
 
 
@@ -332,7 +335,7 @@ def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
     """Return a line for each variant; means are over seeds, with their standard error."""
     table = Table(title=Text(f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials"))
     for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
-        if not title.endswith("None"):
+        if plan.baseline is not None or not title.startswith("against "):
             # on a narrow screen figures break at spaces, and names keep some width
             is_name = title == "variant"
             table.add_column(title, justify="left" if is_name else "right", min_width=11 if is_name else None, overflow="fold")

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attrs import evolve, fields_dict, frozen
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.ablate.plan import Trial, Variant, broken_names, nameless
+from nsa_bench.ablate.plan import Trial, Variant, broken_names, flat_keys, nameless, overlapping
 from nsa_bench.ablate.run import TrialFolder
 from nsa_bench.errors import OptionError
 from nsa_core.config import BlockGeometry
@@ -227,8 +227,7 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
 def _replaced(arms: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str]:
     """Yield a line for each key of an arm that one of `overrides` would replace."""
     for key in (override.partition("=")[0].strip() for override in overrides):
-        table, _, name = key.partition(".")
-        for arm in (arm for arm, tables in arms.items() if name in tables.get(table, {})):
+        for arm in (arm for arm, tables in arms.items() if overlapping([key], flat_keys(tables))):
             yield f"--set {key} would replace that key of section arms.{arm}, which defines the arm; leave it out"
 
 
@@ -243,7 +242,7 @@ def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence
     stages: list[Trial] = []
     for number, stage in enumerate(content["stages"], 1):
         tables = (content.get("set", {}), content["arms"][name], stage)
-        settings = [f"{table}.{key}={toml_value(value)}" for part in tables for table, keys in part.items() for key, value in keys.items()]
+        settings = [f"{key}={toml_value(value)}" for part in tables for key, value in flat_keys(part).items()]
         start = [f"train.init_from={toml_value(str(TrialFolder(out, stages[-1]).run.root.absolute()))}"] if stages else []
         config = load_config(recipe, [*settings, *overrides, *start])
         if config.data.source != "needle":

@@ -8,7 +8,7 @@ from attrs import asdict
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.ablate.run import TrialFolder
+from nsa_bench.ablate.run import TrialFolder, is_of_another_recipe
 from nsa_bench.ablate.table import DAMAGED
 from nsa_bench.errors import BenchError, OptionError, require_matplotlib
 from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan
@@ -30,8 +30,9 @@ def run_needle(
 ) -> bool:
     """Train and evaluate the unfinished parts of a plan, print the table, write the files; return whether it is finished.
 
-    `arms`: those to train and evaluate; all if none is named. The table and the files have the results of every arm. The JSON and CSV files
-    are written after each stage and each length too, so that an interrupted call leaves what it has.
+    `arms`: those to train and evaluate; all if none is named. The table and the files have the results of every arm; one that is not named and
+    was begun with another recipe is left out. The JSON and CSV files are written after each stage and each length too, so that an interrupted
+    call leaves what it has.
 
     Raises:
         OptionError: if the plan or options are invalid, before anything is written.
@@ -46,12 +47,17 @@ def run_needle(
     output.check_files(png_file, inputs={Path(name): "the plan"})
     require_matplotlib(png_file)
 
+    others = [arm for arm in plan.arms if arm not in chosen and any(is_of_another_recipe(TrialFolder(root, stage)) for stage in arm.stages)]
+    for arm in others:
+        output.say(f"{arm.name} is left out: its runs in {root} were begun with another recipe")
+    shown = [arm for arm in plan.arms if arm not in others]
+
     def write() -> list[dict[str, Any]]:
-        results = [arm_result(plan, arm, root) for arm in plan.arms]
+        results = [arm_result(plan, arm, root) for arm in shown]
         output.write(to_json(plan, results, output.environment), to_rows(plan, results))
         return results
 
-    for arm in plan.arms:
+    for arm in shown:
         # a damaged record is refused before anything is trained
         arm_result(plan, arm, root)
     is_whole = train_and_evaluate(
