@@ -1,6 +1,7 @@
 """`nsa-train ckpt ls | verify | export`."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.commands import export
+from nsa_train.checkpoint.layout import locate_folder
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.settings.recipe import to_toml
@@ -162,3 +164,9 @@ def test_a_failed_export_leaves_no_debris(root: Path, tmp_path: Path, monkeypatc
     assert caught.value.filename == str(tmp_path / "out/model")
     # nor the folder that it made
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_may_be_called_as_a_checkpoint_is(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "step-2"
+    shutil.copytree(root, run / "checkpoints", symlinks=True)
+    assert locate_folder(run).parent == run / "checkpoints"

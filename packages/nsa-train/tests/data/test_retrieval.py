@@ -19,6 +19,7 @@ TASKS = {
     "distractors": Retrieval(length=301, pairs=20, queries=3, symbols=5, tokens=2),
     "no room to spare": Retrieval(length=60, pairs=6, queries=2, symbols=9, tokens=3),
     "more keys than are listed": Retrieval(length=490, pairs=50, queries=5, symbols=64, tokens=4),
+    "more keys than int64 holds": Retrieval(length=400, pairs=6, queries=2, symbols=64, tokens=12),
 }
 
 

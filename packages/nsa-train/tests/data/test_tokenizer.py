@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from nsa_train.cli import run_command
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.stream import open_training_stream
 from nsa_train.data.tokenizer import PAD, SEPARATOR, BytePairTokenizer, ByteTokenizer, build_tokenizer, num_ids_of, open_bpe
 from nsa_train.errors import DataError
-from nsa_train.model.decoder import count_parameters
+from nsa_train.model.decoder import count_parameters, vocab_size_of
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.data_table import DataTable
 from nsa_train.telemetry.flops import model_flops
@@ -202,6 +204,31 @@ def test_a_model_is_sized_by_a_local_file_without_weights(vocabulary: Path, data
     assert more > 0
     assert count_parameters(own).nsa - count_parameters(bytes_alone).nsa == more * own.model.dim
     assert model_flops(own).of_sequence(48) > model_flops(bytes_alone).of_sequence(48)
+
+
+def test_a_run_goes_on_after_its_vocabulary_has_moved_and_names_it_while_it_is_missing(
+    vocabulary: Path, tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, first, moved = tmp_path / "run", tmp_path / "first.json", tmp_path / "moved.json"
+    shutil.copy(vocabulary / "tokenizer.json", first)
+    settings = _sets("data.tokenizer=gpt2", f"data.tokenizer_path={first}", "train.steps=2")
+    assert run_command(["run", str(tiny_recipe), "--out", str(run), *settings]) == 0
+    first.rename(moved)
+    assert run_command(["resume", str(run), *_sets(f"data.tokenizer_path={moved}", "train.steps=3")]) == 0
+    moved.unlink()
+    for words in (["eval", str(run), "--tasks", "copy"], ["ckpt", "export", str(run), str(tmp_path / "out"), "--format", "hf"]):
+        capsys.readouterr()
+        assert run_command(words) == 2
+        assert f"data.tokenizer_path='{moved}'" in " ".join(capsys.readouterr().err.split())
+
+
+def _sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def test_rows_that_a_recipe_states_need_no_vocabulary(data_config: Callable[..., RunConfig]) -> None:
+    words = ["data.source=stdlib", "data.tokenizer=gpt2", "data.tokenizer_path=none.json"]
+    assert vocab_size_of(data_config(*words, "model.vocab_size=320")) == 320
 
 
 def test_documents_come_back_from_a_stream_of_bpe_tokens(vocabulary: Path, corpora, data_config: Callable[..., RunConfig]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.evaluation.options import Mode
 from nsa_train.evaluation.recall import copy, least_mqar, least_passkey, mqar, passkey, passkey_of
 from nsa_train.evaluation.subject import Subject
@@ -109,3 +110,14 @@ def test_the_least_length_of_mqar_holds_all_pairs_twice(continuing: Callable[...
     # four pairs of four ids, and twice as many slots for the questions
     assert least_mqar(subject) == 48
     assert next(one.value for one in mqar(continuing(needle_config, lengths=(48,), samples=1))) == 1.0
+
+
+def test_a_run_of_pairs_is_asked_in_the_ids_of_its_training(
+    continuing: Callable[..., Subject], needle_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as in a tokenizer.json whose first id is <|endoftext|>
+    monkeypatch.setattr(ByteTokenizer, "separator", 0)
+    asked = passkey_of(continuing(needle_config), 60, 0.5, "one")
+    # 16 symbols: the last two ids are the key, and the answer is the value
+    assert all(0 <= index < 16 for index in asked.ids[-2:].tolist())
+    assert all(16 <= index < 32 for index in asked.answer.tolist())

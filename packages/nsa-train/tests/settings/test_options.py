@@ -8,7 +8,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
-from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, default_folder, resume_step
+from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_writable, default_folder, resume_step
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,12 @@ def test_a_name_too_long_exits_2_and_makes_nothing(
     assert lines
     assert all(line.startswith(("nsa-train: ", "FAIL  ")) for line in lines)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_an_output_that_is_a_broken_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"--out='.*/link' is a link to 'nowhere', which is not there; make that, or name another"):
+        check_writable("--out", tmp_path / "link", "eval.json")
 
 
 def test_an_evaluation_is_named_after_the_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

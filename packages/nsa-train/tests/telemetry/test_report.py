@@ -13,9 +13,10 @@ import pytest
 from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry import figures
+from nsa_train.telemetry.figures import Start
 from nsa_train.telemetry.health import judge
 from nsa_train.telemetry.records import read_events
-from nsa_train.telemetry.report import moment, resumes_in_words, write_report
+from nsa_train.telemetry.report import described_starts, moment, resumes_in_words, write_report
 
 
 @pytest.fixture
@@ -253,6 +254,14 @@ def test_the_page_says_in_words_where_and_when_the_run_was_resumed(resumed_run: 
 def test_nothing_on_the_page_is_spelt_as_python_spells_it(name: str, request: pytest.FixtureRequest) -> None:
     text = _text(request.getfixturevalue(name).report.read_text())
     assert re.findall(r"[{\[]\s*'|': |\b(?:None|True|False)\b", text) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "begun"), [(None, "Started:"), (-1, "Started again at step 0"), (0, "Resumed after step 0 from checkpoints/")]
+)
+def test_a_start_says_what_it_began_with(at: int | None, begun: str) -> None:
+    [line] = described_starts([Start({"resumed_at": at}, 0)], {})
+    assert line.startswith(begun)
 
 
 def test_the_head_of_the_page_names_a_few_resumes_and_counts_many() -> None:

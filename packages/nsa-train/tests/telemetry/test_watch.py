@@ -271,6 +271,20 @@ def test_a_stall_is_found_whatever_the_clocks_say(run: RunDirectory, ahead_s: fl
     assert run.anomaly_type.read_text() == "stall\n"
 
 
+def test_a_finding_is_told_by_the_exit_code_where_nothing_can_be_written(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "write_anomalies", refused)
+    monkeypatch.setattr("nsa_train.telemetry.watch.written_whole", refused)
+    machine = _Machine(wall=NOW)
+    _Run(run, machine)
+    code, lines = _watching(run, machine)
+    assert code == 4
+    assert lines[-2].startswith(f"watch: {run.anomaly_type} is not written: [Errno 28]")
+    assert lines[-1].startswith(f"watch: {run.halt} is not written, so the run goes on: [Errno 28]")
+
+
 def test_silence_that_clocks_alone_claim_is_said_and_one_below_nothing_is_unknown(run: RunDirectory) -> None:
     machine = _Machine(wall=NOW)
     _Run(run, machine, ahead_s=-HOUR).ends(20)

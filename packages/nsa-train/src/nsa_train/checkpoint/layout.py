@@ -97,7 +97,9 @@ def locate_folder(path: Path, name: str = "CKPT") -> Path:
         ConfigError: if there is none.
     """
     for candidate in (path, path / LATEST, path / "checkpoints" / LATEST):
-        if candidate.is_dir() and ((candidate / MANIFEST).exists() or _STEP.fullmatch(candidate.resolve().name)):
+        # a run's directory may be called step-2 as well
+        is_step = _STEP.fullmatch(candidate.resolve().name) and not (candidate / "checkpoints").is_dir()
+        if candidate.is_dir() and ((candidate / MANIFEST).exists() or is_step):
             return candidate.resolve()
     raise ConfigError(
         f"{name}={str(path)!r} holds no checkpoint (a step-N directory with {MANIFEST}, or a run with checkpoints/{LATEST}); "

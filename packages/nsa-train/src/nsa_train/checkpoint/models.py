@@ -61,9 +61,11 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
     for line in checkpoint.refused:
         say(line)
     config = with_backend(checkpoint.config, AUTO)
+    # first, because without its file the number of rows is not known
+    tokenizer = build_tokenizer(config.data)
     return OpenedModel(
         decoder=load_model(evolve(checkpoint, config=config)) if with_weights else _without_weights(lambda: build_model(config)),
-        tokenizer=build_tokenizer(config.data),
+        tokenizer=tokenizer,
         max_position=config.model.max_position or config.train.seq_len,
         path=checkpoint.path,
         step=checkpoint.step,

@@ -16,6 +16,7 @@ from nsa_train.checkpoint.rng import from_json, require_rng, restore_rng, seed_f
 from nsa_train.checkpoint.schema import NUM_GROUPS, unresumable
 from nsa_train.checkpoint.store import Checkpoint, Judge, latest_valid, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
+from nsa_train.data.tokenizer import build_tokenizer, lacks_file
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
 from nsa_train.parallel.world import here
@@ -80,7 +81,10 @@ def require_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     Raises:
         CheckpointError: naming the tensors that differ.
+        DataError: if the number of rows is that of a tokenizer whose file is missing.
     """
+    if not checkpoint.config.model.vocab_size and lacks_file(checkpoint.config.data):
+        build_tokenizer(checkpoint.config.data)
     try:
         expected = undrawn_weights(checkpoint.config)
     except ConfigError as error:

@@ -98,6 +98,11 @@ class Retrieval:
     def _keys(self, random: np.random.Generator) -> NDArray[np.int32]:
         """Return `pairs` different keys `(pairs, tokens)`."""
         count = self.symbols**self.tokens
+        if count >= 2**63:
+            rows: dict[tuple[int, ...], None] = {}
+            while len(rows) < self.pairs:
+                rows |= dict.fromkeys(map(tuple, random.integers(0, self.symbols, (self.pairs, self.tokens)).tolist()))
+            return np.array([*rows][: self.pairs], np.int32)
         # a permutation of all keys would be gigabytes for a few long ones
         numbers = random.permutation(count)[: self.pairs] if count <= 2**20 else _distinct(random, count, self.pairs)
         digits = [numbers // self.symbols**power % self.symbols for power in range(self.tokens)]

@@ -102,9 +102,14 @@ def num_ids_of(data: DataTable) -> int:
     """
     if data.tokenizer == "byte":
         return ByteTokenizer.vocab_size
-    if data.tokenizer_path is None or not Path(data.tokenizer_path).is_file():
+    if data.tokenizer_path is None or lacks_file(data):
         return GPT2_VOCAB_SIZE
     return build_tokenizer(data).vocab_size
+
+
+def lacks_file(data: DataTable) -> bool:
+    """Return True if `data.tokenizer_path` names a file that is not there, so that the number of ids is unknown."""
+    return data.tokenizer_path is not None and not Path(data.tokenizer_path).is_file()
 
 
 class BytePairTokenizer:

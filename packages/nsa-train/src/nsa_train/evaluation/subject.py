@@ -73,15 +73,17 @@ class Subject:
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """Return the ids of text: all except the separator and the pad."""
-        tokenizer = self.opened.tokenizer
+        """Return the ids of text: all except the separator and the pad. The pairs of a run that was trained on them have ids from 0 on."""
+        config, tokenizer = self.opened.config, self.opened.tokenizer
+        if config is not None and self.trained_on_pairs:
+            return np.arange(max(3 * config.data.needle_symbols, tokenizer.vocab_size - 2))
         return np.setdiff1d(np.arange(tokenizer.vocab_size), [tokenizer.separator, tokenizer.pad])
 
     @property
     def alphabet(self) -> Alphabet:
         """Return the alphabet of the run if it was trained on recall; options replace its numbers."""
         config, options = self.opened.config, self.options
-        if config is not None and config.data.source == "needle":
+        if config is not None and self.trained_on_pairs:
             data = config.data
             own = Alphabet(data.needle_symbols, data.needle_tokens, data.needle_pairs)
         else:
@@ -91,8 +93,13 @@ class Subject:
     @property
     def reads_ids(self) -> bool:
         """Return True if pass keys are pairs of plain ids, not text."""
+        return self.options.symbols is not None or self.trained_on_pairs
+
+    @property
+    def trained_on_pairs(self) -> bool:
+        """Return True if the model is a run of `data.source = "needle"`, whose rows hold ids that are no text."""
         config = self.opened.config
-        return self.options.symbols is not None or (config is not None and config.data.source == "needle")
+        return config is not None and config.data.source == "needle"
 
     def random(self, name: str) -> np.random.Generator:
         """Return the random generator of a sequence called `name`; training rows use other generators."""

@@ -154,7 +154,7 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
     if problems := [*_ignored(subject, twin, chosen)]:
         raise ConfigError.of(problems)
     if twin is not None:
-        alike = subject.reads_ids or reads_alike(subject.opened.tokenizer, twin.tokenizer)
+        alike = (subject.trained_on_pairs and not subject.options.texts) or reads_alike(subject.opened.tokenizer, twin.tokenizer)
         require_twin(twin, subject.opened, num_tokens=max(map(len, subject.documents)), reads_alike=alike)
     if any(TASKS[name].reads_documents for name in chosen):
         # unreadable data is refused before anything is computed

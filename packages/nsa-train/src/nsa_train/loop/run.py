@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.checkpoint.initial import InitialWeights
 from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_point
@@ -115,7 +117,14 @@ def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str],
     Raises:
         TrainError: if there is none after `step`, all are damaged, or it describes another run.
     """
-    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=require_run)
+
+    def judge(checkpoint: Checkpoint) -> None:
+        # the file of the tokenizer may lie elsewhere now
+        data = evolve(checkpoint.config.data, tokenizer_path=config.data.tokenizer_path)
+        same = checkpoint.config.data.tokenizer == config.data.tokenizer
+        require_run(evolve(checkpoint, config=evolve(checkpoint.config, data=data)) if same else checkpoint)
+
+    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=judge)
     if found is None:
         say(f"resume: {out} holds no checkpoint yet; starting at step 0")
         return None

@@ -13,7 +13,7 @@ from nsa_core import decoder
 from nsa_core.decoder import ATTENTIONS, Block, DecoderSizes, mlp_width, weightless
 from nsa_core.selection_loss import SelectionLoss
 from nsa_train.data.packing import IGNORED
-from nsa_train.data.tokenizer import num_ids_of
+from nsa_train.data.tokenizer import lacks_file, num_ids_of
 from nsa_train.errors import ConfigError
 from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
 from nsa_train.settings.config import Layer, RunConfig
@@ -145,7 +145,8 @@ def vocab_size_of(config: RunConfig) -> int:
     """
     data, needed = config.data, num_ids_of(config.data)
     asked = config.model.vocab_size or needed
-    if asked < needed:
+    # opening the data reports a missing file
+    if asked < needed and not lacks_file(data):
         raise ConfigError(
             f"model.vocab_size={asked} is below the {needed} ids of data.tokenizer={config.data.tokenizer!r} (each needs a row); "
             f"use {-(-needed // 64) * 64}, or 0 for as many as there are"

@@ -92,6 +92,8 @@ def check_writable(option: str, path: Path, file: str = "") -> None:
     Raises:
         ConfigError: naming `option` and the existing folder that refuses it.
     """
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{option}={str(path)!r} is a link to {str(path.readlink())!r}, which is not there; make that, or name another")
     nearest = nearest_existing(path if file else path.absolute().parent)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "cannot be written to" if nearest.is_dir() else "is no directory"

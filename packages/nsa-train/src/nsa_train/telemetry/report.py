@@ -94,7 +94,8 @@ def write_report(paths: RunDirectory) -> None:
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
     last = history.progress[-1] if history.progress else {}
     content = page.render(
-        title=paths.root.name,
+        # "." has no name
+        title=paths.root.resolve().name,
         metrics=metrics,
         has_metrics=paths.metrics.exists(),
         halt=history.newest if history.newest.get("msg") == "halt" else {},
@@ -259,7 +260,7 @@ def _begun(start: Start, environment: Mapping[str, Any]) -> str:
         where.append(f"commit {name[:COMMIT_LETTERS]}{' with changes' if dirty else ''}")
     if at is None:
         begun = "Started"
-    elif at > 0:
+    elif at >= 0:
         begun = f"Resumed after step {at:,} from checkpoints/step-{at}"
     else:
         begun = "Started again at step 0, for there was no checkpoint yet"

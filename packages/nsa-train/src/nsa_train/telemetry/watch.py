@@ -218,11 +218,17 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
     for rank in watcher.members:
         if any((finding.kind, finding.rank) == (KINDS[0], rank.rank) for finding in found):
             say(f"watch: {request_stack_dump(rank)}")
-    watcher.paths.write_anomalies(dict.fromkeys(finding.kind for finding in found))
+    try:
+        watcher.paths.write_anomalies(dict.fromkeys(finding.kind for finding in found))
+    except OSError as error:
+        say(f"watch: {watcher.paths.anomaly_type} is not written: {error}")
     if is_halting:
-        with written_whole(watcher.paths.halt) as aside:
-            aside.write_text(f"{found[0]}\n", encoding="utf-8")
-        say(f"watch: wrote {watcher.paths.halt}; all ranks save and stop at the same step")
+        try:
+            with written_whole(watcher.paths.halt) as aside:
+                aside.write_text(f"{found[0]}\n", encoding="utf-8")
+            say(f"watch: wrote {watcher.paths.halt}; all ranks save and stop at the same step")
+        except OSError as error:
+            say(f"watch: {watcher.paths.halt} is not written, so the run goes on: {error}")
     return ANOMALY_CODE
 
 
