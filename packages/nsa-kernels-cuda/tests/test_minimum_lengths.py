@@ -110,7 +110,7 @@ def test_one_that_was_never_faster_says_so(routed):
     decision = routed(REQUEST, [row(None)])
     assert decision.chosen == "triton"
     assert reasons_of(decision) == [
-        "policy: measured up to 16,384 tokens, from no length on it stays enough faster than triton; name it to take it"
+        "policy: measured up to 16,384 tokens: there is no length from which it stays enough faster than triton; name it to take it"
     ]
 
 

@@ -26,7 +26,6 @@ from nsa_core import (
 )
 from nsa_core.reference.rows import num_visible_blocks
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.data.packing import IGNORED
 from nsa_train.data.stream import open_validation
 from nsa_train.host.routing import DTYPES
 from nsa_train.model.choosing import Choice, NotedChoice, registry_of
@@ -123,8 +122,8 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
         found += [
             batch.input_ids[0, first:stop]
             for first, stop in zip(bounds[:-1], bounds[1:], strict=True)
-            # a sequence without labels is the padding of a row
-            if stop - first >= needed and (batch.labels[0, first:stop] != IGNORED).any()
+            # the padding of a row has no label
+            if stop - first >= needed and batch.loss_mask[0, first:stop].any()
         ]
     if not found:
         raise BenchError(

@@ -177,7 +177,8 @@ def measure_case(case: DecodeCase, device: torch.device, options: DecodeOptions)
             result = attrs.evolve(
                 result, times=times, failure="; ".join(failed) or None, dense=dense_times, notes=(*dense_failed, *dense_notes)
             )
-            result = measure_peers(step, result) if options.peers and case.kv_dtype is None else result
+            if options.peers and case.kv_dtype is None and result.failure is None:
+                result = measure_peers(step, result)
             result = attrs.evolve(result, time_seconds=time.perf_counter() - checked)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))

@@ -26,7 +26,6 @@ from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
 from nsa_train.settings.rules import LONG_STEPS
-from nsa_train.telemetry.metrics import tokens_per_step
 from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3
@@ -161,7 +160,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
         "attention": config.model.attention,
         "parameters": metrics["parameters"],
         # a skipped step has no row, and its tokens are in no sum
-        "tokens_per_step": tokens_per_step(config),
+        "tokens_per_step": metrics["tokens"] // len(rows),
         "seq_len": config.train.seq_len,
         "precision": config.train.precision,
         "first_loss": rows[0]["loss"],

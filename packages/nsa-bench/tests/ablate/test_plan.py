@@ -49,6 +49,14 @@ def test_backends_of_set_arm_and_option_are_joined(plan_file: Path) -> None:
             load_plan(str(plan_file), [override])
 
 
+def test_another_table_of_an_arm_replaces_that_of_set(plan_file: Path) -> None:
+    text = plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\nnsa.rope_scaling = {kind = "linear", factor = 2.0}\n[arms.last]')
+    plan_file.write_text(text + '\n[set.nsa.rope_scaling]\nkind = "llama3"\nfactor = 8.0\nlow_freq_factor = 2.0\n')
+    found = {trial.variant.arm: trial.config.nsa.rope_scaling for trial in load_plan(str(plan_file)).trials}
+    assert found["nsa"] == {"kind": "linear", "factor": 2.0}
+    assert found["last"] == {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0}
+
+
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [("[arms.nsa]", '[arms.nsa]\ntrain.init_from = "a-{seed}"'), ("train.lr = [1e-3, 1e-2]", 'train.init_from = ["a-{seed}"]')],

@@ -66,6 +66,11 @@ def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
         yield file
 
 
+def broken_link(path: Path) -> Path | None:
+    """Return the first of `path` and the folders above it that is a link to nothing; None if there is none."""
+    return next((folder for folder in (path, *path.absolute().parents) if folder.is_symlink() and not folder.exists()), None)
+
+
 def nearest_existing(path: Path) -> Path:
     """Return `path` if it exists, else the nearest existing directory above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

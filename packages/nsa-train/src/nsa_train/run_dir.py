@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from nsa_train.files import nearest_existing, written_whole
+from nsa_train.files import broken_link, nearest_existing, written_whole
 
 
 class _Below:
@@ -88,9 +88,7 @@ class RunDirectory:
     def why_not_writable(self) -> str:
         """Return the message that refuses to write here, or so far up that this directory can be made; empty if that is possible."""
         existing = nearest_existing(self.root)
-        if link := next(
-            (folder for folder in (self.root, *self.root.absolute().parents) if folder.is_symlink() and not folder.exists()), None
-        ):
+        if link := broken_link(self.root):
             reason, advice = f"cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there)", "make that, or name"
         elif not existing.is_dir() or not os.access(existing, os.W_OK):
             reason, advice = f"cannot be written ({existing} refuses it)", "name"

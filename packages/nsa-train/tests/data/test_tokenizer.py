@@ -213,6 +213,11 @@ def test_a_run_goes_on_after_its_vocabulary_has_moved_and_names_it_while_it_is_m
     shutil.copy(vocabulary / "tokenizer.json", first)
     settings = _sets("data.tokenizer=gpt2", f"data.tokenizer_path={first}", "train.steps=2")
     assert run_command(["run", str(tiny_recipe), "--out", str(run), *settings]) == 0
+    larger = tokenizers.Tokenizer.from_file(str(first))
+    larger.add_tokens(["zzzz"])
+    larger.save(str(moved))
+    assert run_command(["resume", str(run), *_sets(f"data.tokenizer_path={moved}", "train.steps=3")]) != 0
+    assert "is complete" not in capsys.readouterr().err
     first.rename(moved)
     assert run_command(["resume", str(run), *_sets(f"data.tokenizer_path={moved}", "train.steps=3")]) == 0
     moved.unlink()

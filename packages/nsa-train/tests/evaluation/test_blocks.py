@@ -136,5 +136,8 @@ def test_a_twin_whose_ids_mean_other_text_is_refused(random_subject, tiny_config
     assert check(subject, twin, print) == (TaskName.BLOCK_RECALL,)
     with pytest.raises(ConfigError, match="it has another tokenizer"):
         check(subject, twin._replace(tokenizer=Shifted()), print)
+    with_pairs = random_subject(tasks=(TaskName.BLOCK_RECALL, TaskName.COPY), symbols=8)
+    with pytest.raises(ConfigError, match="it has another tokenizer"):
+        check(with_pairs, twin._replace(tokenizer=Shifted()), print)
     with pytest.raises(ConfigError, match="it is meant for 4 tokens, the longest text has "):
         check(subject, twin._replace(max_position=4), print)

@@ -160,7 +160,7 @@ def test_without_the_extra_the_picture_alone_is_missing(
         (["--lengths", "64,129"], "--lengths has 129, more than the model's 128 positions"),
         (["--tasks", "mqar", "--lengths", "16"], "--tasks mqar needs sequences of at least 24 tokens (--lengths has 16); use --lengths 24"),
         (["--tasks", "mqar", "--pairs", "17"], "--tasks mqar has no different key for each of 17 pairs"),
-        (["--symbols", "86"], "--symbols=86 needs 258 ids (the tokenizer has 256); use --symbols 85"),
+        (["--symbols", "86"], "--symbols=86 needs 258 ids (there are 256); use --symbols 85"),
         (["--samples", "0"], "--samples=0 is not a whole number from 1"),
         (["--depths", "-1"], "--depths=-1 is not a whole number from 1"),
         (["--seed", "-1"], "--seed=-1 is not a whole number from 0"),

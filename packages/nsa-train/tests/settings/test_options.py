@@ -118,8 +118,11 @@ def test_a_name_too_long_exits_2_and_makes_nothing(
 
 def test_an_output_that_is_a_broken_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=r"--out='.*/link' is a link to 'nowhere', which is not there; make that, or name another"):
-        check_writable("--out", tmp_path / "link", "eval.json")
+    for path in (tmp_path / "link", tmp_path / "link/below"):
+        with pytest.raises(
+            ConfigError, match=r"--out='.*link.*': '.*/link' is a link to 'nowhere', which is not there; make that, or name"
+        ):
+            check_writable("--out", path, "eval.json")
 
 
 def test_an_evaluation_is_named_after_the_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

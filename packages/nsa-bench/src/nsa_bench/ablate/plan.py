@@ -38,6 +38,8 @@ KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000
 MACHINE_KEYS = ("data.path", "data.prefetch", "data.progress_every", "data.timeout_s", "data.workers", "train.device")
 """Keys that may differ between machines: where the corpus is, how it is read, and the device."""
+JOINED = ("nsa.backends",)
+"""Keys whose tables are joined name by name; every other table replaces an earlier one."""
 SEED = "train.seed"
 """The key that `seeds` sets."""
 MOST_BYTES = 240
@@ -199,7 +201,7 @@ def _unread(content: Mapping[str, Any], overrides: Mapping[str, Any], source: st
     """Yield each override of a key that the grid or an arm sets."""
     sections = {"grid": content.get("grid", {}), **{f"arms.{name}": keys for name, keys in content["arms"].items()}}
     for section, table in sections.items():
-        for key, _ in overlapping(overrides, flat_keys(table)):
+        for key in dict.fromkeys(key for key, _ in overlapping(overrides, flat_keys(table))):
             yield f"--set {key}={overrides[key]!r} is not read (section {section} of {source} sets it); change it there"
 
 
@@ -216,11 +218,11 @@ def _settings_of_seeds(content: Mapping[str, Any]) -> Iterator[str]:
 def flat_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return `table.key` -> value of `tables`, whether they were written as sections or as dotted keys in quotes.
 
-    A table below a key, such as `nsa.backends`, gives `table.key.name` -> value, so that of two tables neither hides the other's names.
+    A table of JOINED gives `table.key.name` -> value, so that of a plan's tables and the recipe's none hides the other's names.
     """
     found: dict[str, Any] = {}
     for name, value in tables.items():
-        if isinstance(value, dict) and (name in TABLES or (value and name.count(".") == 1)):
+        if isinstance(value, dict) and (name in TABLES or (value and name in JOINED)):
             found |= flat_keys({f"{name}.{key}": item for key, item in value.items()})
         else:
             found[name] = value
@@ -273,11 +275,12 @@ def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) ->
     tables = copy.deepcopy(dict(base))
     problems = []
     for name, value in settings.items():
-        *path, key = name.split(".")
+        joined = next((one for one in JOINED if name.startswith(f"{one}.")), None)
+        path, _, key = name.partition(".") if joined is None else (joined, ".", name.removeprefix(f"{joined}."))
         table: Any = tables
-        for part in path:
+        for part in path.split("."):
             table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if not path or not isinstance(table, dict):
+        if not key or not isinstance(table, dict):
             problems.append(f"{name} is not of the form table.key; use train.steps")
             continue
         table[key] = value

@@ -121,13 +121,13 @@ def is_of_another_recipe(folder: TrialFolder) -> bool:
     """Return True if the run of the trial was begun with another recipe than the trial's, whatever its spelling."""
     if not (folder.recipe.is_file() and folder.run.root.exists()):
         return False
+    planned = tomllib.loads(to_toml(folder.trial.config))
     try:
         written = tomllib.loads(folder.recipe.read_text(encoding="utf-8"))
-    except ValueError:
+        # a stage begins with the run beside its own, also after the directory of both has moved
+        start, begun = (Path(recipe.get("train", {}).get("init_from", "")) for recipe in (planned, written))
+    except (ValueError, AttributeError, TypeError):
         return True
-    planned = tomllib.loads(to_toml(folder.trial.config))
-    # a stage begins with the run beside its own, also after the directory of both has moved
-    start, begun = (Path(recipe.get("train", {}).get("init_from", "")) for recipe in (planned, written))
     if start.parent == folder.run.root.absolute().parent and begun.name == start.name:
         written["train"]["init_from"] = planned["train"]["init_from"]
     return written != planned

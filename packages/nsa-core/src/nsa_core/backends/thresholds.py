@@ -42,7 +42,7 @@ class MinLength:
     backend: str
     against: str
     min_length: int | None
-    """In tokens; None if there is no length from which on `backend` was enough faster up to `max_length`."""
+    """In tokens; None if there is no length from which `backend` stayed enough faster, up to `max_length`."""
     max_length: int
     """The longest length that was measured."""
 

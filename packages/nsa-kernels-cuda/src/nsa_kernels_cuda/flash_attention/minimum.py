@@ -47,7 +47,8 @@ def _too_short(entry: MinLength, length: int) -> str:
     """Return why a call of `length` tokens is too short; "" if it is long enough."""
     if entry.min_length is None:
         return (
-            f"measured up to {entry.max_length:,} tokens, from no length on it stays enough faster than {entry.against}; name it to take it"
+            f"measured up to {entry.max_length:,} tokens: there is no length from which it stays enough faster than {entry.against}; "
+            "name it to take it"
         )
     if length < entry.min_length:
         return f"measured faster than {entry.against} from {entry.min_length:,} tokens on; this call has {length:,}; name it to take it"

@@ -99,6 +99,7 @@ class Retrieval:
         """Return `pairs` different keys `(pairs, tokens)`."""
         count = self.symbols**self.tokens
         if count >= 2**63:
+            # more than int64 holds: the ids of a key are drawn one by one
             rows: dict[tuple[int, ...], None] = {}
             while len(rows) < self.pairs:
                 rows |= dict.fromkeys(map(tuple, random.integers(0, self.symbols, (self.pairs, self.tokens)).tolist()))

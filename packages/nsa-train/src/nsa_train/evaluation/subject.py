@@ -73,7 +73,7 @@ class Subject:
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """Return the ids of text: all except the separator and the pad. The pairs of a run that was trained on them have ids from 0 on."""
+        """Return the ids of text: all except the separator and the pad. A run of `data.source = "needle"` has no text: ids from 0 on."""
         config, tokenizer = self.opened.config, self.opened.tokenizer
         if config is not None and self.trained_on_pairs:
             return np.arange(max(3 * config.data.needle_symbols, tokenizer.vocab_size - 2))

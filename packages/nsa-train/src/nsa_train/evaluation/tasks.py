@@ -12,7 +12,7 @@ from nsa_core.environment import describe_environment
 from nsa_train.checkpoint.models import OpenedModel, open_model, require_twin
 from nsa_train.data.packing import Batch
 from nsa_train.data.tokenizer import reads_alike
-from nsa_train.errors import ConfigError
+from nsa_train.errors import ConfigError, DataError
 from nsa_train.evaluation.blocks import RECALL_MODES, block_recall
 from nsa_train.evaluation.options import MOST_LENGTH, EvalOptions, Figure, Mode, TaskName
 from nsa_train.evaluation.positions import loss_by_position
@@ -184,7 +184,7 @@ def _broken_model(subject: Subject) -> Iterator[str]:
     )
     num_ids = len(subject.plain_ids)
     if options.symbols is not None and 3 * options.symbols > num_ids:
-        yield f"--symbols={options.symbols} needs {3 * options.symbols:,} ids (the tokenizer has {num_ids:,}); use --symbols {num_ids // 3}"
+        yield f"--symbols={options.symbols} needs {3 * options.symbols:,} ids (there are {num_ids:,}); use --symbols {num_ids // 3}"
 
 
 @torch.inference_mode()
@@ -214,7 +214,7 @@ def run_evaluation(
     subject = Subject(open_model(path, say=say), options, where)
     try:
         dense = None if twin is None else open_model(twin, say=say)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         raise ConfigError(f"--twin={str(twin)!r}: {error}") from None
     tasks = check(subject, dense, say)
     figures = evaluate(subject, tasks, dense, say)

@@ -11,6 +11,7 @@ from nsa_train.checkpoint.initial import InitialWeights
 from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_point
 from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.writer import refused_by_disk
+from nsa_train.data.tokenizer import lacks_file
 from nsa_train.errors import ConfigError, TrainError
 from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 from nsa_train.loop.guards import Patience
@@ -119,10 +120,11 @@ def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str],
     """
 
     def judge(checkpoint: Checkpoint) -> None:
-        # the file of the tokenizer may lie elsewhere now
-        data = evolve(checkpoint.config.data, tokenizer_path=config.data.tokenizer_path)
-        same = checkpoint.config.data.tokenizer == config.data.tokenizer
-        require_run(evolve(checkpoint, config=evolve(checkpoint.config, data=data)) if same else checkpoint)
+        if lacks_file(checkpoint.config.data):
+            # it may lie elsewhere now
+            data = evolve(checkpoint.config.data, tokenizer_path=config.data.tokenizer_path)
+            checkpoint = evolve(checkpoint, config=evolve(checkpoint.config, data=data))
+        require_run(checkpoint)
 
     found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=judge)
     if found is None:

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
-from nsa_train.files import MOST_JSON, nearest_existing, read_regular
+from nsa_train.files import MOST_JSON, broken_link, nearest_existing, read_regular
 from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
 
 MOST_SAMPLED = 100_000
@@ -92,8 +92,10 @@ def check_writable(option: str, path: Path, file: str = "") -> None:
     Raises:
         ConfigError: naming `option` and the existing folder that refuses it.
     """
-    if path.is_symlink() and not path.exists():
-        raise ConfigError(f"{option}={str(path)!r} is a link to {str(path.readlink())!r}, which is not there; make that, or name another")
+    if link := broken_link(path):
+        raise ConfigError(
+            f"{option}={str(path)!r}: {str(link)!r} is a link to {str(link.readlink())!r}, which is not there; make that, or name another"
+        )
     nearest = nearest_existing(path if file else path.absolute().parent)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "cannot be written to" if nearest.is_dir() else "is no directory"

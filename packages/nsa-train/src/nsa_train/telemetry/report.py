@@ -95,7 +95,7 @@ def write_report(paths: RunDirectory) -> None:
     last = history.progress[-1] if history.progress else {}
     content = page.render(
         # "." has no name
-        title=paths.root.resolve().name,
+        title=paths.root.absolute().name,
         metrics=metrics,
         has_metrics=paths.metrics.exists(),
         halt=history.newest if history.newest.get("msg") == "halt" else {},
