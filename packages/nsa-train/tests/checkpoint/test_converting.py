@@ -244,7 +244,8 @@ def test_the_page_runs(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    dense(max_position_embeddings=64).rename("llama")
+    # the page keeps layer 4 of 8 dense
+    dense(max_position_embeddings=64, num_hidden_layers=8).rename("llama")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     mistral = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16)
@@ -252,7 +253,7 @@ def test_the_page_runs(
     # test_dense_export.py runs the section that is cut off
     own = PAGE.read_text().partition("## From a dense run of your own")[0]
     commands = re.findall(r"^nsa-train (convert .*)$", own, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 6
     for command in commands:
         assert run_command(shlex.split(command)) == 0
     # the line that the page gives is the one that is printed
